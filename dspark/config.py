@@ -1,0 +1,215 @@
+"""The frozen description of a run and of a draft; load, override, save."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dspark.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of a run: frozen, unknown keys refused, no silent conversion between kinds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class TargetSection(Section):
+    """Which frozen model is drafted for."""
+
+    path: str
+    """A name (``ling-3.0-flash``, ``ling-3.0-tiny``, ``ling-3.0-nano``) or a Hugging Face folder."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+
+
+class DataSection(Section):
+    """Where prompts come from and how the target answers them."""
+
+    sources: tuple[str, ...]
+    """JSONL or parquet files, or hub names; each row has ``messages``, ``prompt`` or ``text``."""
+    split: str = "train"
+    max_conversations: PositiveInt | None = None
+    temperature: NonNegativeFloat = 1.0
+    max_response_tokens: PositiveInt = 2048
+    generation_batch_size: PositiveInt = 64
+    is_thinking: bool = False
+
+
+class RecordSection(Section):
+    """Where the target's own words and states are stored."""
+
+    folder: Path
+    max_tokens: PositiveInt = 4096
+    """Longest sequence; a longer one is refused, never cut in silence."""
+    shard_tokens: PositiveInt = 262_144
+
+
+class DraftConfig(Section):
+    """The complete architecture of a DSpark draft (specs: Qwen3-style block draft with Markov and confidence heads)."""
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    max_position_embeddings: PositiveInt
+    num_target_layers: PositiveInt
+    target_layer_ids: tuple[NonNegativeInt, ...]
+    """Zero-based target layer outputs, strictly increasing, at most num_target_layers - 2."""
+    block_size: PositiveInt = 8
+    """Tokens drafted a round; the target verifies one more row."""
+    mask_token_id: NonNegativeInt
+    markov_rank: PositiveInt = 256
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    rope_theta: PositiveFloat = 6_000_000.0
+    rms_norm_eps: PositiveFloat = 1e-6
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ids = self.target_layer_ids
+        if not ids or list(ids) != sorted(set(ids)) or ids[-1] > self.num_target_layers - 2:
+            raise ValueError(
+                f"target_layer_ids must be strictly increasing in 0..{self.num_target_layers - 2}, got {list(ids)}"
+            )
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(f"mask_token_id must be below vocab_size {self.vocab_size}, got {self.mask_token_id}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        return self
+
+
+class ObjectiveSection(Section):
+    """Weights of the loss terms; a weight of 0 leaves the term out."""
+
+    cross_entropy: NonNegativeFloat = 0.0
+    forward_kl: NonNegativeFloat = 1.0
+    total_variation: NonNegativeFloat = 0.0
+    """Weight of the full sum |q - p| (DeepSpec's L1, twice the total variation)."""
+    confidence: NonNegativeFloat = 1.0
+    acceptance_length: NonNegativeFloat = 0.5
+    """Weight of 1 - E / block_size."""
+    acceptance_form: Literal["ratio", "teacher_forced"] = "ratio"
+    acceptance_warmup_steps: NonNegativeInt = 100
+    """Steps over which the acceptance term's weight rises linearly from 0."""
+    decay_positions: PositiveFloat = 4.0
+    """Slot j weighs exp(-j / decay_positions) in every term but the acceptance length."""
+
+
+class TrainSection(Section):
+    """The optimisation."""
+
+    folder: Path
+    steps: PositiveInt
+    batch_size: PositiveInt = 1
+    """Sequences per process and micro-step."""
+    accumulation_steps: PositiveInt = 1
+    num_anchors: PositiveInt = 512
+    learning_rate: PositiveFloat = 6e-4
+    min_learning_rate_ratio: Fraction = 0.0
+    warmup_ratio: Fraction = 0.04
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    max_grad_norm: PositiveFloat = 1.0
+    save_every_steps: PositiveInt = 500
+    log_every_steps: PositiveInt = 10
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    init_from: str | None = None
+    """An exported draft to start from."""
+
+
+class EvalSection(Section):
+    """What is measured."""
+
+    tasks: tuple[str, ...]
+    max_prompts: PositiveInt | None = None
+    max_new_tokens: PositiveInt = 2048
+    temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
+
+
+class RunConfig(Section):
+    """One run, complete enough to be read alone."""
+
+    name: str
+    seed: NonNegativeInt = 0
+    target: TargetSection
+    data: DataSection
+    record: RecordSection
+    draft: DraftConfig
+    objective: ObjectiveSection = ObjectiveSection()
+    train: TrainSection
+    eval: EvalSection
+
+
+def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """Read a run from YAML and apply ``section.key=value`` overrides (values are YAML).
+
+    Raises: ConfigError naming the file, the key, what was found and what was expected.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; give a run description such as configs/nano.yaml")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+
+
+def save_run(run: RunConfig, path: Path) -> None:
+    """Write the resolved run as YAML that ``load_run`` reads back to an equal object."""
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+
+
+def describe_validation(error: ValidationError) -> str:
+    """One line per wrong field: its dotted name, what is wrong, what was found."""
+    lines = []
+    for item in error.errors():
+        place = ".".join(str(part) for part in item["loc"]) or "run"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{place} is not a known key; remove it or mend its spelling")
+        elif item["type"] == "missing":
+            lines.append(f"{place} is missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            found = "" if item["type"] == "value_error" else f", got {item['input']!r}"
+            lines.append(f"{place}: {message}{found}")
+    return "; ".join(lines)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override}: expected section.key=value, for example --set train.steps=10")
+    node = tree
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override}: {parent} is not a section")
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error

@@ -1,0 +1,116 @@
+"""Ranks, world size and sums over ranks; the same code with one process."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from dspark.config import TrainSection
+from dspark.errors import ConfigError
+
+CPU_PROCESSES = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N train.py ..."
+
+
+def start_accelerator(train: TrainSection, environment: Mapping[str, str], launcher: Sequence[str]) -> Accelerator:
+    """Join the processes that the launcher started and check that all of them did join.
+
+    ``environment`` and ``launcher`` (the parent's command line, may be empty) say what the user asked for. Precision,
+    devices and DeepSpeed come from ``accelerate launch`` or its config file; clipping, batch size and accumulation
+    come from the run.
+
+    Raises: ConfigError when the processes would train apart, or for a way of training that is not supported.
+    """
+    wants_deepspeed = environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
+    if wants_deepspeed and "LOCAL_RANK" in environment and not torch.cuda.is_available():
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    accelerator = Accelerator(
+        gradient_accumulation_steps=train.accumulation_steps,
+        log_with=list(train.trackers) or None,
+        project_dir=str(train.folder),
+        kwargs_handlers=handlers,
+    )
+    kind = accelerator.distributed_type
+    check_launch(accelerator.num_processes, environment, launcher)
+    if wants_deepspeed and kind != DistributedType.DEEPSPEED:
+        raise ConfigError(
+            "DeepSpeed was asked for but accelerate trains without it (ACCELERATE_USE_CPU has this effect); "
+            "on CPUs start with DS_ACCELERATOR=cpu and without ACCELERATE_USE_CPU"
+        )
+    if accelerator.mixed_precision not in {"no", "bf16"}:
+        raise ConfigError(f"mixed_precision {accelerator.mixed_precision} is not supported; use bf16 or no")
+    if kind == DistributedType.DEEPSPEED:
+        plugin = accelerator.state.deepspeed_plugin
+        if plugin.zero_stage not in {1, 2}:
+            raise ConfigError(f"DeepSpeed ZeRO stage {plugin.zero_stage} is not supported; use configs/deepspeed/")
+        plugin.deepspeed_config |= {
+            "gradient_clipping": train.max_grad_norm,
+            "train_micro_batch_size_per_gpu": train.batch_size,
+            "gradient_accumulation_steps": train.accumulation_steps,
+        }
+    elif kind not in {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}:
+        raise ConfigError(f"accelerate's {kind.value} is not supported; use one process, data parallel or DeepSpeed")
+    return accelerator
+
+
+def check_launch(world_size: int, environment: Mapping[str, str], launcher: Sequence[str]) -> None:
+    """Refuse the launches that accelerate turns into something else without a word.
+
+    Raises: ConfigError naming what was asked, what came of it, and the command that does it.
+    Source: specs/install-facts.md, accelerate on CPU.
+    """
+    started = int(environment.get("WORLD_SIZE", "1"))
+    if started != world_size:
+        raise ConfigError(
+            f"the launcher started {started} processes but this one trains in a group of {world_size}; "
+            f"on CPUs start with {CPU_PROCESSES}"
+        )
+    wanted = _option(launcher, "num_processes")
+    if any(word.endswith("launch") for word in launcher) and wanted.isdigit() and int(wanted) > world_size:
+        raise ConfigError(
+            f"accelerate launch was asked for {wanted} processes and started {world_size} (it does so with --cpu); "
+            f"on CPUs start with {CPU_PROCESSES}"
+        )
+
+
+def parent_command() -> list[str]:
+    """The command line of the process that started this one, where the system tells it (Linux); else empty."""
+    path = Path(f"/proc/{os.getppid()}/cmdline")
+    return path.read_text().split("\0") if path.is_file() else []
+
+
+def world_size() -> int:
+    """Number of processes that train together."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The elementwise sum of every rank's value; a new tensor, the same on every rank."""
+    total = value.clone()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+    return total
+
+
+def gather_over_ranks(value: Tensor) -> Tensor:
+    """Every rank's value, stacked in rank order: [world_size, ...]."""
+    values = [torch.empty_like(value) for _ in range(world_size())]
+    if not torch.distributed.is_initialized():
+        return value[None].clone()
+    torch.distributed.all_gather(values, value)
+    return torch.stack(values)
+
+
+def _option(command: Sequence[str], name: str) -> str:
+    """The value of ``--name value`` or ``--name=value`` in a command line, with - and _ alike; empty if absent."""
+    for place, word in enumerate(command):
+        key, separator, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and key.replace("-", "_") == name:
+            return value if separator else next(iter(command[place + 1 : place + 2]), "")
+    return ""

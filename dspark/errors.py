@@ -1,0 +1,29 @@
+"""The mistakes a user can make. Each message says the place, what was found, what was expected and what to do."""
+
+
+class DsparkError(Exception):
+    """A mistake that the caller can mend; doors print its message without a traceback and exit with status 2."""
+
+
+class ConfigError(DsparkError, ValueError):
+    """A run description or a model's config.json that cannot be used."""
+
+
+class CheckpointError(DsparkError, ValueError):
+    """A model or training checkpoint that is missing, incomplete, damaged or made for something else."""
+
+
+class RecordError(DsparkError, ValueError):
+    """A record folder that is missing, incomplete, damaged or made from another target or text."""
+
+
+class PromptError(DsparkError, ValueError):
+    """Conversations or prompts that cannot be turned into a supervised example."""
+
+
+class DraftMismatchError(DsparkError, ValueError):
+    """A draft that does not belong to the target it is used with."""
+
+
+class TrainingError(DsparkError, ArithmeticError):
+    """A loss or gradient that is not a finite number; the run stopped before the optimizer moved."""

@@ -1,0 +1,80 @@
+"""A run description is complete, frozen, and refuses what it does not know."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dspark.config import RunConfig, load_run, save_run
+from dspark.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text((CONFIGS[0].parent / "nano.yaml").read_text())
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_run_loads_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
+    run = load_run(path)
+    save_run(run, tmp_path / "copy.yaml")
+    assert load_run(tmp_path / "copy.yaml") == run
+
+
+def test_an_override_changes_one_value(run_file: Path) -> None:
+    assert load_run(run_file, ("train.steps=7", "train.betas=[0.8, 0.9]")).train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.stepz=3", ["train.stepz", "not a known key"]),
+        ("train.steps=-3", ["train.steps", "greater than or equal to 1", "-3"]),
+        ("draft.block_size=0", ["draft.block_size", "greater than or equal to 1", "0"]),
+        ("objective.forward_kl=-0.5", ["objective.forward_kl", "-0.5"]),
+        ("objective.forward_kl=.nan", ["objective.forward_kl", "nan"]),
+        ("train.learning_rate=.inf", ["train.learning_rate", "inf"]),
+        ("draft.target_layer_ids=[3, 1]", ["target_layer_ids", "strictly increasing", "[3, 1]"]),
+        ("draft.target_layer_ids=[1, 99]", ["target_layer_ids", "[1, 99]"]),
+        ("draft.mask_token_id=9999999", ["mask_token_id", "9999999"]),
+        ("draft.num_key_value_heads=3", ["num_attention_heads", "multiple"]),
+        ("train.steps=", ["train.steps", "None"]),
+        ("train=3", ["train"]),
+        ("steps", ["--set steps", "section.key=value"]),
+        ("train.steps=[", ["--set train.steps=[", "not valid YAML"]),
+    ],
+)
+def test_a_wrong_value_gets_one_error_with_place_and_finding(run_file: Path, override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run(run_file, (override,))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_key_is_named(run_file: Path) -> None:
+    tree = yaml.safe_load(run_file.read_text())
+    del tree["train"]["steps"]
+    run_file.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=r"train\.steps is missing"):
+        load_run(run_file)
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "", "a: [", "\x00"])
+def test_a_file_that_is_no_run_is_refused(run_file: Path, text: str) -> None:
+    run_file.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load_run(run_file)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        load_run("nowhere.yaml")
+
+
+def test_the_config_stays_under_sixty_fields() -> None:
+    sections = [field.annotation for field in RunConfig.model_fields.values()]
+    assert sum(len(getattr(section, "model_fields", {"": 0})) for section in sections) < 60
