@@ -1,0 +1,1 @@
+"""Small modules that both models are made of."""

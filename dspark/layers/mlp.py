@@ -1,0 +1,25 @@
+"""The gated feed-forward block."""
+
+import torch
+from torch import nn
+
+from dspark.kernels.moe import swiglu
+
+
+class SwiGLU(nn.Module):
+    """``down(swiglu(gate(x), up(x)))`` without biases, with the clamp of ``swiglu``.
+
+    Shapes: x [..., width] -> [..., width]; the inner width is ``inner_width``.
+    Source: Shazeer 2020 (arXiv 2002.05202), equation 6.
+    """
+
+    def __init__(self, width: int, inner_width: int, limit: float | None = None) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner_width, bias=False)
+        self.up_proj = nn.Linear(width, inner_width, bias=False)
+        self.down_proj = nn.Linear(inner_width, width, bias=False)
+        self.limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+        return hidden

@@ -1,0 +1,21 @@
+"""Root mean square normalisation."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight``; statistics in float32 or higher, one rounding at the end.
+
+    Shapes: x [..., width] of any float dtype; the result has x's shape and dtype. The weight is used as stored (no +1).
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)

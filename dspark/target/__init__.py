@@ -1,0 +1,1 @@
+"""The big frozen model: its configuration, weights, tokenizer and computation."""

@@ -1,0 +1,196 @@
+"""A model folder's safetensors files: checked by name, read lazily, written whole."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from dspark.errors import CheckpointError
+from dspark.target.checkpoint.shapes import TensorSpec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+class Checkpoint:
+    """The tensors of a model folder. Only headers are read until a tensor is asked for.
+
+    ``names`` leaves out what the vendor's own loaders skip: ``rotary_emb.inv_freq`` and ``model.mtp*``
+    (specs/ling-3.0.md 2.7). Only safetensors files are read.
+
+    Raises: CheckpointError naming the file when there is none, when one is truncated or damaged, when the index names
+    a file outside the folder, or a tensor that its file does not hold.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.files: tuple[Path, ...]
+        self._file_of, self.files = _locate(self.folder)
+        self._open = {file: _open(file) for file in self.files}
+        held = {file: set(self._open[file].keys()) for file in self.files}
+        if not self._file_of:
+            self._file_of = {name: file for file, names in held.items() for name in sorted(names)}
+        for name, file in self._file_of.items():
+            if name not in held[file]:
+                raise CheckpointError(
+                    f"{self.folder / INDEX_FILE}: places {name} in {file.name}, which does not hold it"
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor that a loader has to place."""
+        return tuple(
+            name for name in self._file_of if "rotary_emb.inv_freq" not in name and not name.startswith("model.mtp")
+        )
+
+    def check(self, expected: Mapping[str, TensorSpec]) -> None:
+        """Compare names, shapes and dtypes with what the model needs, before a byte of data is read.
+
+        Raises: CheckpointError listing the missing, the unexpected and the wrong tensors.
+        """
+        names = set(self.names)
+        problems = [f"{name} is missing" for name in expected if name not in names]
+        problems += [f"{name} is unexpected" for name in self.names if name not in expected]
+        for name, spec in expected.items():
+            if name in names:
+                found = self._slice(name)
+                wanted = (list(spec.shape), _DTYPES[spec.dtype])
+                if (found.get_shape(), found.get_dtype()) != wanted:
+                    have = f"{found.get_shape()} {found.get_dtype()}"
+                    problems.append(f"{name} must be {wanted[0]} {wanted[1]}, found {have}")
+        if problems:
+            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+            raise CheckpointError(f"{self.folder}: not the weights that its config.json describes: {shown}")
+
+    def get(self, name: str) -> torch.Tensor:
+        """The whole tensor, in the dtype it is stored in.
+
+        Raises: CheckpointError when the folder does not hold it.
+        """
+        self._require(name)
+        tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
+        return tensor
+
+    def get_slice(self, name: str, dim: int, rank: int, world_size: int) -> torch.Tensor:
+        """The ``rank``-th of ``world_size`` equal parts along ``dim`` (0 or 1); only these bytes are read for dim 0.
+
+        Raises: CheckpointError when the folder does not hold the tensor or the ranks do not divide it.
+        """
+        self._require(name)
+        stored = self._slice(name)
+        size = stored.get_shape()[dim]
+        if size % world_size:
+            raise CheckpointError(
+                f"{name}: dimension {dim} of {stored.get_shape()} does not divide by {world_size} ranks"
+            )
+        part = slice(rank * size // world_size, (rank + 1) * size // world_size)
+        tensor: torch.Tensor = stored[part] if dim == 0 else stored[:, part]
+        return tensor.contiguous()
+
+    def _require(self, name: str) -> None:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: {name} is missing")
+
+    def _slice(self, name: str) -> Any:
+        return self._open[self._file_of[name]].get_slice(name)
+
+
+def save_checkpoint(
+    folder: Path | str, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Write (name, tensor) pairs as one safetensors file, or as shards with an index when they exceed a shard.
+
+    Each file is written beside its place, flushed and renamed; the index comes last, so that an interrupted call
+    leaves nothing that ``Checkpoint`` would read. Each shard holds at least one tensor.
+
+    Raises: CheckpointError when the folder already holds weights.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (folder / name).exists():
+            raise CheckpointError(f"{folder / name}: exists already; delete it or write to another folder")
+    shards: list[list[str]] = []
+    total_bytes = 0
+    for shard in _shards(tensors, max_shard_bytes):
+        shards.append(list(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        save_file(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
+    if len(shards) == 1:
+        _finish(folder / "1.partial", folder / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _finish(folder / f"{number}.partial", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "index.partial").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    _finish(folder / "index.partial", folder / INDEX_FILE)
+
+
+def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
+    """The index's placement (empty for a single file) and the files, in order."""
+    if (folder / SINGLE_FILE).is_file():
+        return {}, (folder / SINGLE_FILE,)
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        found = f"found {', '.join(pickled)}, which could run code when read" if pickled else "found neither"
+        raise CheckpointError(
+            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; {found}. Convert or download the safetensors files"
+        )
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        placed = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index}: expected a JSON object with a weight_map of names to files: {error!r}"
+        ) from error
+    for file in placed.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: names {file!r}; expected safetensors files inside the folder")
+    return {name: folder / file for name, file in placed.items()}, tuple(
+        folder / file for file in sorted(set(placed.values()))
+    )
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file; download it again") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: truncated or damaged ({file.stat().st_size} bytes: {error}); download it again"
+        ) from error
+
+
+def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    shard_bytes = 0
+    for name, tensor in tensors:
+        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, shard_bytes = {}, 0
+        shard[name] = tensor.detach().contiguous()
+        shard_bytes += tensor.nbytes
+    yield shard
+
+
+def _finish(partial: Path, path: Path) -> None:
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,209 @@
+"""A Ling-3.0 target's config.json: the values that its computation depends on."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dspark.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, describe_validation
+from dspark.errors import ConfigError
+
+LING_ARCHITECTURE = "BailingMoeV3ForCausalLM"
+
+_ONLY_VALUE: dict[str, tuple[Any, ...]] = {
+    "num_kv_heads_for_linear_attn": (0, None),
+    "norm_topk_prob": (True,),
+    "score_function": ("sigmoid",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_router_enable_expert_bias": (True,),
+    "router_dtype": ("fp32", "float32", None),
+    "scale_router_input": (False, None),
+    "rope_interleave": (True,),
+    "gated_attention_proj_granularity_type": ("head_wise",),
+    "use_mla_nope": (False, None),
+    "no_kda_lora": (True,),
+    "use_kda_lora": (False, None),
+    "kda_safe_gate": (True,),
+    "linear_silu": (True,),
+    "hidden_act": ("silu",),
+    "use_bias": (False, None),
+    "use_qkv_bias": (False, None),
+    "use_nGPT": (False, None),
+    "up_proj_norm": (False, None),
+    "value_norm": (False, None),
+    "tie_word_embeddings": (False,),
+    "mtp_use_kda": (False, None),
+    "quantization_config": (None,),
+}
+"""Keys of which only these values are computed. A missing key means the first one."""
+
+
+class TargetConfig(BaseModel):
+    """The architecture of a Ling-3.0 model, under the names of its config.json.
+
+    Source: specs/ling-3.0.md section 1; configuration_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash. Keys that
+    compute nothing (``use_qk_norm``, ``partial_rotary_factor``, ``group_norm_size``, dropouts ...) are left out.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    head_dim: PositiveInt
+    """Width of a key and of a value of the linear attention."""
+    intermediate_size: PositiveInt
+    first_k_dense_replace: NonNegativeInt
+    moe_intermediate_size: PositiveInt
+    moe_shared_expert_intermediate_size: PositiveInt
+    num_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+    num_shared_experts: PositiveInt
+    n_group: PositiveInt
+    topk_group: PositiveInt
+    routed_scaling_factor: PositiveFloat
+    layer_group_size: PositiveInt
+    q_lora_rank: PositiveInt | None = None
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    rope_theta: PositiveFloat
+    kda_lower_bound: Annotated[float, Field(ge=-5, lt=0)]
+    """Lower bound of the log decay; below -5 sixteen tokens would leave float32."""
+    short_conv_kernel_size: Annotated[int, Field(ge=2)]
+    rms_norm_eps: PositiveFloat
+    expert_swiglu_limit_list: tuple[NonNegativeFloat | None, ...] | None = None
+    share_expert_swiglu_limit_list: tuple[NonNegativeFloat | None, ...] | None = None
+    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=1)] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
+            raise ValueError(
+                f"n_group must divide num_experts {self.num_experts} into groups of at least 2, got {self.n_group}"
+            )
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group must be at most n_group {self.n_group}, got {self.topk_group}")
+        eligible = self.topk_group * (self.num_experts // self.n_group)
+        if self.num_experts_per_tok > eligible:
+            raise ValueError(
+                f"num_experts_per_tok must be at most the {eligible} experts of topk_group groups, "
+                f"got {self.num_experts_per_tok}"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
+        return self
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key of the latent attention: the part without positions, then the rotated part."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Width of the shared expert."""
+        return self.moe_shared_expert_intermediate_size * self.num_shared_experts
+
+    def is_latent(self, layer: int) -> bool:
+        """Whether the layer's attention is MLA rather than KDA; the MTP layer (num_hidden_layers) is MLA.
+
+        Source: modeling_bailing_moe_v3.py; layers left over after the last whole group are MLA too.
+        """
+        whole_groups = self.num_hidden_layers // self.layer_group_size * self.layer_group_size
+        return (layer + 1) % self.layer_group_size == 0 or layer >= whole_groups
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer's feed-forward block is a mixture of experts; the MTP layer's is."""
+        return layer >= self.first_k_dense_replace
+
+    def routed_limit(self, layer: int) -> float | None:
+        """SwiGLU limit of the layer's routed experts; None for no clamp (also past the end of the list: MTP)."""
+        return _limit(self.expert_swiglu_limit_list, layer)
+
+    def shared_limit(self, layer: int) -> float | None:
+        """SwiGLU limit of the layer's shared expert; None for no clamp (also past the end of the list: MTP)."""
+        return _limit(self.share_expert_swiglu_limit_list, layer)
+
+
+def parse_target_config(values: Mapping[str, Any], place: str = "config.json") -> TargetConfig:
+    """Check the content of a config.json and keep what computes something.
+
+    Raises: ConfigError naming ``place``, the key, what was found and what is computed here.
+    """
+    architectures = values.get("architectures")
+    if architectures != [LING_ARCHITECTURE]:
+        raise ConfigError(
+            f"{place}: architectures must be [{LING_ARCHITECTURE!r}], got {architectures!r} "
+            f"(model_type {values.get('model_type')!r} also names other networks)"
+        )
+    for key, allowed in _ONLY_VALUE.items():
+        if key in values and values[key] not in allowed and not _is_same_as_heads(key, values):
+            raise ConfigError(f"{place}: {key} must be {allowed[0]!r}, got {values[key]!r}; no other law is computed")
+    _check_rope_scaling(values.get("rope_scaling"), place)
+    try:
+        config = TargetConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{place}: {describe_validation(error).removeprefix('run: ')}") from error
+    implied = {
+        "num_key_value_heads": config.num_attention_heads,
+        "qk_head_dim": config.qk_head_dim,
+        "rotary_dim": config.qk_rope_head_dim,
+    }
+    for key, expected in implied.items():
+        if values.get(key, expected) != expected:
+            raise ConfigError(f"{place}: {key} must be {expected}, as the other keys imply, got {values[key]!r}")
+    return config
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The content of a model folder's config.json.
+
+    Raises: ConfigError when the file is absent or not a JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; expected a model folder in Hugging Face layout")
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises: ConfigError when the file holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return values
+
+
+def load_target_config(folder: Path | str) -> TargetConfig:
+    """Read and check the config.json of a Ling-3.0 model folder.
+
+    Raises: ConfigError as ``read_config_json`` and ``parse_target_config`` do.
+    """
+    return parse_target_config(read_config_json(Path(folder)), str(Path(folder) / "config.json"))
+
+
+def _limit(limits: tuple[float | None, ...] | None, layer: int) -> float | None:
+    if limits is None or layer >= len(limits):
+        return None
+    return limits[layer] or None
+
+
+def _is_same_as_heads(key: str, values: Mapping[str, Any]) -> bool:
+    return key == "num_kv_heads_for_linear_attn" and values[key] == values.get("num_attention_heads")
+
+
+def _check_rope_scaling(scaling: Any, place: str) -> None:
+    if scaling is None or (isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default"):
+        return
+    raise ConfigError(f"{place}: rope_scaling must be null, got {scaling!r}; YaRN and other scalings are not computed")

@@ -1,0 +1,274 @@
+"""The Ling-3.0 target: a stack of linear and latent attention layers, with its multi-token prediction layer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import log
+
+import torch
+from torch import nn
+
+from dspark.errors import CheckpointError
+from dspark.layers.mlp import SwiGLU
+from dspark.layers.rms_norm import RMSNorm
+from dspark.layers.rotary import rotary_angles
+from dspark.target.cache import Layout, LinearMemory, LinearStage, LingCache
+from dspark.target.config import TargetConfig
+from dspark.target.experts import MixtureOfExperts
+from dspark.target.latent_attention import Angles, LatentAttention
+from dspark.target.linear_attention import LinearAttention
+from dspark.types import TargetOutput
+
+_FLOAT32_NAMES = ("A_log", "dt_bias", "expert_bias")
+
+
+@dataclass(frozen=True)
+class LingOutput(TargetOutput):
+    """A pass of the model: taps, last hidden, and the experts that each MoE layer chose, in the order of the layers.
+
+    Shapes: expert_ids one int64 [N, K] a MoE layer.
+    """
+
+    expert_ids: tuple[torch.Tensor, ...]
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and feed-forward block, each added to the residual stream."""
+
+    def __init__(self, config: TargetConfig, index: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.attention = LatentAttention(config) if config.is_latent(index) else LinearAttention(config)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MixtureOfExperts(config, index) if config.is_moe(index) else SwiGLU(width, config.intermediate_size)
+
+    def feed(self, hidden_ND: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Add the feed-forward block; returns the residual stream and the chosen experts (none of a dense block)."""
+        x_ND = self.post_attention_layernorm(hidden_ND)
+        if isinstance(self.mlp, SwiGLU):
+            return hidden_ND + self.mlp(x_ND), ()
+        y_ND, ids_NK = self.mlp(x_ND)
+        return hidden_ND + y_ND, (ids_NK,)
+
+
+class PredictionLayer(Layer):
+    """The multi-token prediction layer: joins the next token's embedding to the last hidden state."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__(config, config.num_hidden_layers)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm, self.final_layernorm = (RMSNorm(width, eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+
+
+class Trunk(nn.Module):
+    """Everything but the head; the prediction layer follows the layers of the main model."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
+        self.layers.extend(PredictionLayer(config) for _ in range(config.num_nextn_predict_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class LingModel(nn.Module):
+    """Ling-3.0 as a ``Target``. Parameters have the checkpoint's names; routed experts are stacked.
+
+    A new model's memory is undefined: call ``initialise`` or ``load_tensors``. ``dtype`` is that of the weights and of
+    the residual stream; A_log, dt_bias, expert_bias and the recurrent states stay in float32 or higher.
+    Source: specs/ling-3.0.md; modeling_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash with the clamps it leaves out.
+    """
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        target_layer_ids: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.target_layer_ids = target_layer_ids
+        with torch.device("meta"):
+            self.model = Trunk(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.to(dtype)
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            if name.endswith(_FLOAT32_NAMES):
+                tensor.data = tensor.data.to(torch.promote_types(dtype, torch.float32))
+        self.to_empty(device=device)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def embedding_VD(self) -> torch.Tensor:
+        return self.model.word_embeddings.weight.detach()
+
+    @property
+    def head_VD(self) -> torch.Tensor:
+        return self.lm_head.weight.detach()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head on last hidden states [..., D]: logits [..., V] in float32 or higher."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def forward(self, ids_N: torch.Tensor, lengths: Sequence[int]) -> LingOutput:
+        """Read whole sequences laid one after the other, with gradients; ``lengths`` are host integers.
+
+        Sequences of one length are read without padding, loops over sequences or host syncs.
+        Shapes: ids_N int64, N the sum of the lengths.
+        """
+        return self._read(ids_N, Layout.of(lengths, ids_N.device))[0]
+
+    def mtp_hidden(
+        self, next_ids_N: torch.Tensor, last_hidden_ND: torch.Tensor, lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prediction layer over whole sequences: row t, from last_hidden[t] and token t+1, speaks of token t+2.
+
+        Shapes: rows laid as in ``forward``. Returns the hidden state whose ``logits`` predict [N, D], and ids_NK of the
+        layer's experts. To predict further, feed the hidden state back with the drafted ids.
+        Source: specs/ling-3.0.md section 7; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
+        """
+        layer = self.model.layers[self.config.num_hidden_layers]
+        assert isinstance(layer, PredictionLayer)
+        embedded_ND = layer.enorm(self.model.word_embeddings(next_ids_N))
+        hidden_ND = layer.eh_proj(torch.cat((embedded_ND, layer.hnorm(last_hidden_ND)), -1))
+        layout = Layout.of(lengths, next_ids_N.device)
+        attended_ND, _ = layer.attention(layer.input_layernorm(hidden_ND), layout, self._angles(layout))
+        hidden_ND, (ids_NK,) = layer.feed(hidden_ND + attended_ND)
+        return layer.final_layernorm(hidden_ND), ids_NK
+
+    @torch.no_grad()
+    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[LingCache, LingOutput]:
+        """See ``dspark.types.Target``."""
+        lengths = [len(ids_T) for ids_T in ids]
+        ids_N = torch.cat(list(ids)).to(self.lm_head.weight.device)
+        output, linear, latent = self._read(ids_N, Layout.of(lengths, ids_N.device))
+        return LingCache(lengths, linear, latent), output
+
+    @torch.no_grad()
+    def verify(self, ids_BT: torch.Tensor, cache: LingCache) -> LingOutput:
+        """See ``dspark.types.Target``."""
+        cache.drop_stage()
+        view = cache.view(ids_BT.shape[1])
+        angles = self._angles(view.layout)
+        stages: list[LinearStage] = []
+        latent_layers = iter(range(self.config.num_hidden_layers))
+
+        def attend(layer: Layer, x_ND: torch.Tensor) -> torch.Tensor:
+            if isinstance(layer.attention, LinearAttention):
+                y_ND, stage = layer.attention.stage(x_ND, view.layout, cache.memory(len(stages)))
+                stages.append(stage)
+                return y_ND
+            return layer.attention.stage(x_ND, angles, view, cache.rows(next(latent_layers)))
+
+        output = self._walk(ids_BT.flatten().to(self.lm_head.weight.device), attend)
+        cache.stage(stages, ids_BT.shape[1])
+        return output
+
+    def commit(self, cache: LingCache, counts_B: torch.Tensor) -> None:
+        """See ``dspark.types.Target``."""
+        cache.commit(counts_B)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw fresh weights: normal with standard deviation 0.02, norms 1, expert bias 0.
+
+        Convolutions are uniform in +-1/sqrt(taps). ``dt_bias`` spreads the decay rates of the channels evenly in the
+        logarithm from 0.001 to 1 a token, so that short and long memories exist from the start.
+        """
+        rates = (0.001, 1.0)
+        for name, tensor in self.state_dict().items():
+            drawn = torch.empty(tensor.shape, device=generator.device)
+            if name.endswith("norm.weight"):
+                drawn.fill_(1)
+            elif name.endswith("expert_bias"):
+                drawn.zero_()
+            elif name.endswith("A_log"):
+                drawn.uniform_(1, 2, generator=generator).log_()
+            elif name.endswith("dt_bias"):
+                drawn.uniform_(log(rates[0]), log(rates[1]), generator=generator).exp_()
+                drawn = (drawn / -self.config.kda_lower_bound).logit()
+            elif "conv1d" in name:
+                drawn.uniform_(-1, 1, generator=generator).mul_(tensor.shape[-1] ** -0.5)
+            else:
+                drawn.normal_(0, 0.02, generator=generator)
+            tensor.copy_(drawn)
+
+    @torch.no_grad()
+    def load_tensors(self, get: Callable[[str], torch.Tensor]) -> None:
+        """Fill every weight from ``get(checkpoint name)``, converted to this model's dtypes.
+
+        Raises: CheckpointError when a tensor has another shape than the config implies.
+        """
+        for name, place in self._places():
+            tensor = get(name)
+            if tensor.shape != place.shape:
+                raise CheckpointError(
+                    f"{name}: expected shape {list(place.shape)} as config.json implies, found {list(tensor.shape)}"
+                )
+            place.copy_(tensor)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its checkpoint name: bfloat16, but float32 for A_log, dt_bias and expert_bias."""
+        for name, place in self._places():
+            dtype = torch.float32 if name.endswith(_FLOAT32_NAMES) else torch.bfloat16
+            yield name, place.to(dtype, copy=True)
+
+    def _places(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Checkpoint names with the memory they fill: a parameter, or one expert's part of a stacked one."""
+        for name, tensor in self.state_dict().items():
+            prefix, separator, part = name.partition(".experts.")
+            if not separator:
+                yield name, tensor
+                continue
+            halves = tensor.chunk(2, 1) if part == "gate_up_proj" else (tensor,)
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for expert in range(tensor.shape[0]):
+                for label, half in zip(parts, halves, strict=True):
+                    yield f"{prefix}.experts.{expert}.{label}.weight", half[expert]
+
+    def _angles(self, layout: Layout) -> Angles:
+        wide = torch.promote_types(self.lm_head.weight.dtype, torch.float32)
+        return rotary_angles(layout.positions_N, self.config.qk_rope_head_dim, self.config.rope_theta, wide)
+
+    def _read(self, ids_N: torch.Tensor, layout: Layout) -> tuple[LingOutput, list[LinearMemory], list[torch.Tensor]]:
+        angles = self._angles(layout)
+        linear: list[LinearMemory] = []
+        latent: list[torch.Tensor] = []
+
+        def attend(layer: Layer, x_ND: torch.Tensor) -> torch.Tensor:
+            if isinstance(layer.attention, LinearAttention):
+                linear_ND, memory = layer.attention.forward(x_ND, layout)
+                linear.append(memory)
+                return linear_ND
+            latent_ND, rows_BTC = layer.attention.forward(x_ND, layout, angles)
+            latent.append(rows_BTC)
+            return latent_ND
+
+        return self._walk(ids_N, attend), linear, latent
+
+    def _walk(self, ids_N: torch.Tensor, attend: Callable[[Layer, torch.Tensor], torch.Tensor]) -> LingOutput:
+        hidden_ND = self.model.word_embeddings(ids_N)
+        outputs: list[torch.Tensor] = []
+        expert_ids: tuple[torch.Tensor, ...] = ()
+        for index in range(self.num_layers):
+            layer = self.model.layers[index]
+            assert isinstance(layer, Layer)
+            hidden_ND, chosen = layer.feed(hidden_ND + attend(layer, layer.input_layernorm(hidden_ND)))
+            outputs.append(hidden_ND)
+            expert_ids += chosen
+        taps = [outputs[index] for index in self.target_layer_ids]
+        taps_NLD = torch.stack(taps, 1) if taps else hidden_ND.new_empty(len(hidden_ND), 0, self.hidden_size)
+        return LingOutput(taps_NLD, self.model.norm(hidden_ND), expert_ids)

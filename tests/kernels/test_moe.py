@@ -1,0 +1,107 @@
+"""The router and the experts against the golden numbers and a dense sum."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.kernels import moe
+from dspark.kernels.moe import grouped, reference
+
+TOLERANCE = {torch.float64: {"rtol": 1e-12, "atol": 1e-14}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def close(actual: torch.Tensor, expected: Any, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=dtype), **TOLERANCE[dtype])
+
+
+def law(case: dict[str, Any]) -> tuple[int, int, int, float]:
+    return case["n_group"], case["topk_group"], case["num_experts_per_tok"], case["routed_scaling_factor"]
+
+
+def test_the_router_picks_by_biased_groups_and_weighs_by_plain_scores(ling_golden: dict, dtype: torch.dtype) -> None:
+    case = ling_golden["router_16e_4g_top4"]
+    logits, bias = torch.tensor(case["logits"], dtype=dtype), torch.tensor(case["expert_bias"], dtype=dtype)
+    ids, weights = moe.route(logits, bias, *law(case))
+    assert ids.tolist() == case["expert_ids_by_falling_selection_score"]
+    close(weights, case["weights_same_order"], dtype)
+    for wrong in ("without_groups", "without_bias", "group_score_by_max"):
+        assert ids.sort().values.tolist() != torch.tensor(case[f"wrong_ids_{wrong}"]).sort().values.tolist()
+    assert (weights - torch.tensor(case["wrong_weights_from_biased_scores"])).abs().max() > 1e-2
+
+
+def test_dropped_groups_never_win_and_ties_go_to_the_smaller_index(ling_golden: dict, dtype: torch.dtype) -> None:
+    case = ling_golden["router_mask_value"]
+    logits, bias = torch.tensor(case["logits"], dtype=dtype), torch.tensor(case["expert_bias"], dtype=dtype)
+    ids, weights = moe.route(logits, bias, *law(case))
+    assert ids.tolist() == case["expert_ids"]
+    close(weights, case["weights"], dtype)
+    assert ids[0].tolist() != case["wrong_ids_if_masked_with_zero"]
+
+
+def test_the_router_of_512_experts_gives_the_golden_picks(ling_golden: dict, dtype: torch.dtype) -> None:
+    case = ling_golden["router_512e_8g_top8"]
+    logits = [[(e * 7919 + t * 104729 + 17) % 1009 / 1009 * 8 - 5 for e in range(512)] for t in range(3)]
+    bias = [(e * 3571 + 11) % 257 / 257 * 0.2 - 0.1 for e in range(512)]
+    ids, weights = moe.route(torch.tensor(logits, dtype=dtype), torch.tensor(bias, dtype=dtype), *law(case))
+    assert ids.tolist() == case["expert_ids_by_falling_selection_score"]
+    close(weights, case["weights_same_order"], dtype)
+
+
+@pytest.mark.parametrize("limit", [None, 4, 5, 7])
+def test_swiglu_clamps_after_silu(ling_golden: dict, dtype: torch.dtype, limit: int | None) -> None:
+    case = ling_golden["swiglu_clamp"]
+    gate, up = torch.tensor(case["gate"], dtype=dtype), torch.tensor(case["up"], dtype=dtype)
+    y = moe.swiglu(gate, up, limit)
+    close(y, case[f"limit_{limit}" if limit else "no_limit"], dtype)
+    assert (y - torch.tensor(case["wrong_limit_4_clamp_before_silu"], dtype=dtype)).abs().max() > 1e-2
+
+
+def experts(num_rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x, ids, weights, gate_up and down of 6 experts, 2 a row, of which the last is never chosen."""
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    ids_NK = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(num_rows)])
+    return [normal(num_rows, 8), ids_NK, normal(num_rows, 2).abs(), normal(6, 8, 8), normal(6, 8, 4)]
+
+
+def dense(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, limit: float
+) -> torch.Tensor:
+    gate, up = torch.einsum("nd,xid->nxi", x, gate_up).chunk(2, -1)
+    every = torch.einsum("nxi,xdi->nxd", moe.swiglu(gate, up, limit), down)
+    return torch.einsum("nxd,nx->nd", every, torch.zeros(len(x), 6, dtype=x.dtype).scatter(1, ids, weights))
+
+
+@pytest.mark.parametrize("num_rows", [1, 63])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(reference, torch.float64), (reference, torch.float32), (grouped, torch.float32)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_experts_and_their_gradients_equal_a_dense_sum(form: Any, dtype: torch.dtype, num_rows: int) -> None:
+    outputs = []
+    for run in (form.run_experts, dense):
+        inputs = experts(num_rows, dtype)
+        leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+        y = run(*inputs, 0.7)
+        outputs.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for actual, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-11)
+
+
+def test_experts_run_in_the_dtype_of_autocast_and_are_summed_in_float32() -> None:
+    inputs = experts(9, torch.float32)
+    exact = moe.run_experts(*inputs, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = moe.run_experts(*inputs, None)
+    assert rounded.dtype == torch.float32
+    assert 1e-4 < (rounded - exact).norm() / exact.norm() < 2e-2
