@@ -1,0 +1,79 @@
+"""Drafting one block at inference: the context cache, and the loop over slots."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dspark.draft.backbone import Memory
+from dspark.draft.model import DraftModel
+from dspark.types import Proposal
+
+
+class ContextCache:
+    """Keys (after norm and rotation) and values of committed positions, a pair per layer.
+
+    ``keys`` and ``values`` hold [1, H, capacity, E] a layer; rows below num_tokens are committed, the rows behind them
+    are where a block's own keys lie while it is drafted.
+    """
+
+    def __init__(self, draft: DraftModel) -> None:
+        config, weight = draft.config, draft.fc.weight
+        shape = (1, config.num_key_value_heads, 0, config.head_dim)
+        self.keys = [weight.new_empty(shape) for _ in range(config.num_hidden_layers)]
+        self.values = [weight.new_empty(shape) for _ in range(config.num_hidden_layers)]
+        self.num_tokens = 0
+
+    def write(self, layer: int, keys_BHTE: Tensor, values_BHTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Put T rows behind the committed ones without committing them. Returns: all rows up to the last written."""
+        end = self.num_tokens + keys_BHTE.shape[2]
+        for rows, new in ((self.keys, keys_BHTE), (self.values, values_BHTE)):
+            if rows[layer].shape[2] < end:
+                batch, heads, _, width = new.shape
+                grown = new.new_empty(batch, heads, 2 * end, width)
+                grown[:, :, : self.num_tokens] = rows[layer][:, :, : self.num_tokens]
+                rows[layer] = grown
+            rows[layer][:, :, self.num_tokens : end] = new
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def memory(self, layer: int) -> Memory:
+        """The layer's committed rows as what a block reads before its own."""
+        return lambda keys_BHTE, values_BHTE: self.write(layer, keys_BHTE, values_BHTE)
+
+
+@torch.no_grad()
+def extend(draft: DraftModel, cache: ContextCache, taps_TLD: Tensor) -> None:
+    """Commit the target's states at the next T positions: the prompt's, or a round's anchor and accepted drafts.
+
+    Shapes: taps_TLD, T >= 0. The new anchor has no state until it is verified.
+    Source: specs/dspark.md 6, step 6.
+    """
+    for layer, (keys_BHTE, values_BHTE) in enumerate(draft.context_keys_values(taps_TLD[None], cache.num_tokens)):
+        cache.write(layer, keys_BHTE, values_BHTE)
+    cache.num_tokens += len(taps_TLD)
+
+
+@torch.no_grad()
+def propose(draft: DraftModel, cache: ContextCache, anchor_id: int, pick: Callable[[Tensor], int]) -> Proposal:
+    """Draft block_size tokens after the anchor, which stands at position ``cache.num_tokens``.
+
+    The layers run once; then slot by slot ``pick`` receives the slot's logits [V] (float32 or better, the bias of the
+    token before included) and returns an id, which biases the next slot. The cache keeps its committed rows only.
+
+    Source: DSpark (arXiv 2607.05147), inference; DeepSpec (specs/dspark.md 6, steps 1 and 2).
+    """
+    device, head = draft.fc.weight.device, draft.markov_head
+    positions_K = torch.arange(cache.num_tokens, cache.num_tokens + draft.config.block_size, device=device)
+    ids = [torch.tensor(anchor_id, device=device)]
+    memories = [cache.memory(layer) for layer in range(len(draft.layers))]
+    hidden_KD = draft.blocks(ids[0].view(1, 1), positions_K[None, None], memories, None)[0, 0]
+    state_R = hidden_KD.new_zeros(draft.config.markov_rank)
+    embedded, logits = [], []
+    for hidden_D, base_V in zip(hidden_KD, draft.base_logits(hidden_KD), strict=True):
+        embedded.append(head.embed(ids[-1]))
+        mixed_R, state_R = head.step(embedded[-1], hidden_D, state_R)
+        logits.append(base_V + head.markov_w2(mixed_R))
+        ids.append(torch.tensor(pick(logits[-1]), device=device))
+    confidence = draft.confidence_head
+    confidence_K = None if confidence is None else confidence(hidden_KD, torch.stack(embedded))
+    return Proposal(torch.stack(ids[1:]), torch.stack(logits), confidence_K)

@@ -1,0 +1,1 @@
+"""Fitting a draft to a record: batches, objective, optimizer, step, checkpoint, log."""

@@ -1,0 +1,69 @@
+"""The layers of the draft, rotation and head grouping."""
+
+from typing import Any
+
+import pytest
+import torch
+from golden_draft import CASES, DTYPES, close, exact, golden_case
+from torch import Tensor, nn
+
+from dspark.draft.backbone import DraftAttention
+from dspark.layers.rotary import rotate_half_pairs, rotate_interleaved_pairs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_layers_hidden_states_and_base_logits_are_deepspecs(
+    dspark_golden: dict[str, Any], name: str, dtype: torch.dtype
+) -> None:
+    case = golden_case(dspark_golden, name, dtype)
+    source = case.expected if "layer_outputs" in case.expected else dspark_golden["cases"]["mha_vanilla"]
+    outputs: list[Tensor] = []
+    for layer in case.draft.layers:
+        layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    hidden_BAKD = case.forward().hidden_BAKD
+    keep = case.keep_BA
+    for found_BND, expected_BAKD in zip(outputs, torch.tensor(source["layer_outputs"]).double(), strict=True):
+        close(found_BND.view(hidden_BAKD.shape)[keep], expected_BAKD[keep])
+    close(hidden_BAKD[keep], torch.tensor(source["hidden"]).double()[keep])
+    close(case.draft.base_logits(hidden_BAKD)[keep], torch.tensor(source["base_logits"]).double()[keep])
+
+
+def test_the_drafts_rotation_is_right_at_far_positions_also_for_bfloat16_weights(dspark_golden: dict[str, Any]) -> None:
+    rope = dspark_golden["rope"]
+    x_TE = exact(rope["x"], torch.float64)
+    for dtype, atol in ((torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)):
+        draft = golden_case(dspark_golden, "mha_vanilla", torch.float64).draft.to(dtype)
+        cos_TE, sin_TE = draft.rotary(torch.tensor(rope["positions"]))
+        found_TE = rotate_half_pairs(x_TE, cos_TE, sin_TE)
+        torch.testing.assert_close(found_TE, torch.tensor(rope["y"]).double(), rtol=1e-7, atol=atol)
+        wrong_TE = rotate_interleaved_pairs(x_TE, cos_TE, sin_TE)
+        torch.testing.assert_close(
+            wrong_TE, torch.tensor(rope["y_wrong_adjacent_pairs"]).double(), rtol=1e-7, atol=atol
+        )
+        assert (found_TE - wrong_TE).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
+def test_attention_equals_softmax_written_out_for_every_grouping(
+    dspark_golden: dict[str, Any], num_key_value_heads: int
+) -> None:
+    config = golden_case(dspark_golden, "mha_vanilla", torch.float64).draft.config
+    config = config.model_copy(update={"num_key_value_heads": num_key_value_heads})
+    torch.manual_seed(0)
+    attention = DraftAttention(config).double()
+    nn.init.normal_(attention.q_norm.weight)
+    hidden_BND = torch.randn(2, 6, 16, dtype=torch.float64)
+    keys_BHTE, values_BHTE = torch.randn(2, 2, num_key_value_heads, 9, 8, dtype=torch.float64)
+    visible_BNT = torch.rand(2, 6, 9) < 0.6
+    visible_BNT[..., 0] = True
+    rotary = (torch.ones(2, 6, 4).double(), torch.zeros(2, 6, 4).double())
+    found_BND = attention(hidden_BND, rotary, keys_BHTE, values_BHTE, visible_BNT[:, None])
+    queries_BHNE = attention.q_norm(attention.q_proj(hidden_BND).view(2, 6, 4, 8)).transpose(1, 2)
+    read_BNHE = torch.zeros(2, 6, 4, 8, dtype=torch.float64)
+    for head in range(4):
+        source = head // (4 // num_key_value_heads)
+        scores_BNT = queries_BHNE[:, head] @ keys_BHTE[:, source].mT / 8**0.5
+        probs_BNT = scores_BNT.masked_fill(~visible_BNT, -torch.inf).softmax(-1)
+        read_BNHE[:, :, head] = probs_BNT @ values_BHTE[:, source]
+    torch.testing.assert_close(found_BND, attention.o_proj(read_BNHE.flatten(2)))

@@ -1,0 +1,393 @@
+"""The loss terms against DeepSpec's numbers and finite differences, and how they are pooled."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from golden_draft import CASES, DTYPES, LOSSES, GoldenCase, close, golden_case
+from torch import Tensor
+
+from dspark.config import ObjectiveSection
+from dspark.draft.anchors import BlockTargets, gather_positions, slot_positions
+from dspark.draft.confidence import ConfidenceHead
+from dspark.draft.model import DraftOutput
+from dspark.train import objective as room
+from dspark.train.objective import (
+    Agreement,
+    Metrics,
+    compare,
+    confidence_bce,
+    cross_entropy,
+    denominators,
+    expected_acceptance_ratio,
+    expected_acceptance_teacher_forced,
+    forward_kl,
+    objective,
+    slot_weights,
+    teacher_logits,
+    total_variation,
+)
+
+DEEPSPEC = ObjectiveSection(**LOSSES)
+EVERYTHING = ObjectiveSection(cross_entropy=0.3, forward_kl=1.0, total_variation=0.7, confidence=1.0)
+
+
+def scored(case: GoldenCase, section: ObjectiveSection = DEEPSPEC, weight: float = 0.0) -> tuple[Tensor, Metrics]:
+    targets = case.targets()
+    pooled = denominators(targets, section.decay_positions)
+    return objective(case.forward(), case.teacher(), targets, section, weight, pooled)
+
+
+def mean(metrics: Metrics, name: str) -> float:
+    return float(metrics[name][0] / metrics[name][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_every_gradient_are_deepspecs(dspark_golden: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    case = golden_case(dspark_golden, name, dtype)
+    loss, metrics = scored(case)
+    close(loss, case.expected["losses"]["total"], atol_float32=1e-5)
+    for ours, theirs in (("cross_entropy", "ce"), ("total_variation", "l1"), ("confidence", "confidence")):
+        numbers = case.expected["losses"][theirs]
+        numerator, denominator = metrics[ours]
+        close((numerator / (denominator + 1e-6)).to(dtype), numbers["value"], atol_float32=1e-5)
+        assert float(numerator) == pytest.approx(numbers["numerator"], rel=1e-6)
+        assert float(denominator) == pytest.approx(numbers["denominator"], rel=1e-12)
+    loss.backward()
+    for key, parameter in case.draft.named_parameters():
+        expected = torch.tensor(case.expected["gradients"][key]).double()
+        assert parameter.grad is not None
+        close(parameter.grad, expected, atol_float32=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_acceptance_metrics_and_estimates_are_deepspecs(
+    dspark_golden: dict[str, Any], name: str, dtype: torch.dtype
+) -> None:
+    case = golden_case(dspark_golden, name, dtype)
+    targets, acceptance, logged = case.targets(), case.expected["acceptance"], case.expected["metrics"]
+    valid_BAK = targets.valid_BAK
+    weights_BAK = slot_weights(valid_BAK, 4.0)
+    close(weights_BAK, case.shared["loss_weights"])
+    close(case.teacher()[valid_BAK], torch.tensor(case.shared["teacher_logits"]).double()[valid_BAK])
+    found = compare(case.forward().logits_BAKV, case.teacher(), targets.label_ids_BAK)
+    close(found.acceptance_BAK[valid_BAK], torch.tensor(case.expected["accept_rate"]).double()[valid_BAK])
+    close(found.divergence_BAK[valid_BAK], torch.tensor(acceptance["kl"]).double()[valid_BAK])
+    for b in range(2):
+        for a in range(5):
+            block = Agreement(*(part[b : b + 1, a : a + 1] for part in found))
+            valid = valid_BAK[b : b + 1, a : a + 1]
+            close(expected_acceptance_teacher_forced(block, valid), acceptance["e_tf_per_block"][b][a])
+            close(expected_acceptance_ratio(block, valid), acceptance["e_ratio_per_block"][b][a])
+    _, metrics = scored(case)
+    tolerance = {"abs": 1e-5 if dtype == torch.float32 else 1e-9}
+    expected = {f"conditional_acceptance_{k}": logged[f"accept_rate@{k}"] for k in range(5)} | {
+        "cross_entropy": logged["ce_loss"],
+        "total_variation": logged["l1_loss"],
+        "confidence": logged["confidence_loss"],
+        "confidence_bias": logged["confidence_bias"],
+        "confidence_abs_error": logged["confidence_abs_error"],
+        "confidence_cumprod_bias": logged["confidence_cumprod_bias"],
+        "expected_acceptance_ratio": acceptance["e_ratio"],
+        "expected_acceptance_teacher_forced": logged["tau_probabilistic"] - 1,
+    }
+    assert {key: mean(metrics, key) for key in expected} == {
+        k: pytest.approx(v, **tolerance) for k, v in expected.items()
+    }
+    divergence = metrics["forward_kl"][0] / (metrics["forward_kl"][1] + 1e-6)
+    assert float(divergence) == pytest.approx(acceptance["kl_weighted"], **tolerance)
+    assert float(acceptance["e_tf"]) == pytest.approx(logged["tau_probabilistic"] - 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_with_respect_to_the_logits_are_deepspecs(dspark_golden: dict[str, Any], dtype: torch.dtype) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", dtype)
+    targets, output = case.targets(), case.forward()
+    weights_BAK = slot_weights(targets.valid_BAK, 4.0).to(dtype)
+    weight, num_blocks = denominators(targets, 4.0).to(dtype)
+    logits_BAKV = output.logits_BAKV.detach().requires_grad_()
+    found = compare(logits_BAKV, case.teacher(), targets.label_ids_BAK)
+    total, _ = objective(
+        DraftOutput(output.hidden_BAKD, logits_BAKV, output.confidence_logits_BAK),
+        case.teacher(),
+        targets,
+        DEEPSPEC,
+        0.0,
+        denominators(targets, 4.0),
+    )
+    scalars = {
+        "total": total,
+        "e_tf": expected_acceptance_teacher_forced(found, targets.valid_BAK) / num_blocks,
+        "e_ratio": expected_acceptance_ratio(found, targets.valid_BAK) / num_blocks,
+        "kl_weighted": forward_kl(found, weights_BAK) / (weight + 1e-6),
+    }
+    expected = case.expected["gradient_wrt_biased_logits"]
+    assert set(scalars) == set(expected)
+    for name, scalar in scalars.items():
+        (gradient_BAKV,) = torch.autograd.grad(scalar, logits_BAKV, retain_graph=True)
+        close(gradient_BAKV, expected[name], atol_float32=2e-4 * float(torch.tensor(expected[name]).abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_our_numbers_are_none_of_the_wrong_ones(dspark_golden: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    case = golden_case(dspark_golden, name, dtype)
+    loss, metrics = scored(case)
+    loss.backward()
+    norms = {key: float(p.grad.norm()) for key, p in case.draft.named_parameters() if p.grad is not None}
+    assert norms == {key: pytest.approx(v, rel=1e-4) for key, v in case.expected["gradient_l2_norms"].items()}
+    ours = {
+        "total": float(loss.detach()),
+        "ce": mean(metrics, "cross_entropy"),
+        "l1": mean(metrics, "total_variation"),
+        "confidence": mean(metrics, "confidence"),
+        "e_tf": mean(metrics, "expected_acceptance_teacher_forced"),
+    }
+    mistakes = {key: numbers for key, numbers in case.expected["wrong"].items() if key.startswith("y_wrong_")}
+    assert mistakes
+    for key, wrong in mistakes.items():
+        if "total" in wrong:
+            assert max(abs(ours[field] - wrong[field]) for field in ours) > 2e-4, key
+        else:
+            gaps = [abs(norms[k] / v - 1) for k, v in wrong["gradient_l2_norms"].items()]
+            assert max(gaps) > 0.1, key
+    for key, wrong_value in case.expected["acceptance"].items():
+        if key.startswith("y_wrong_"):
+            form = "ratio" if "ratio" in key else "teacher_forced"
+            assert abs(mean(metrics, f"expected_acceptance_{form}") - wrong_value) > 1e-2, key
+
+
+def _labels(case: GoldenCase, shift: int) -> BlockTargets:
+    positions_BAK = slot_positions(case.anchors_BA, 5) + 1 + shift
+    alone_BAK = gather_positions(case.loss_mask_BT, positions_BAK) & (positions_BAK < 23) & case.keep_BA[..., None]
+    return BlockTargets(gather_positions(case.ids_BT, positions_BAK), alone_BAK.long().cumprod(-1).bool())
+
+
+def _teacher(case: GoldenCase, shift: int) -> Tensor:
+    moved_BTD = case.last_hidden_BTD[:, (torch.arange(23) + shift).clamp(0, 22)]
+    assert case.draft.head_VD is not None
+    return teacher_logits(moved_BTD, case.anchors_BA, 5, case.draft.head_VD)
+
+
+def _mask_without_product(case: GoldenCase) -> BlockTargets:
+    positions_BAK = slot_positions(case.anchors_BA, 5) + 1
+    alone_BAK = gather_positions(case.loss_mask_BT, positions_BAK) & (positions_BAK < 23) & case.keep_BA[..., None]
+    return replace(case.targets(), valid_BAK=alone_BAK)
+
+
+def _pre_norm(case: GoldenCase) -> Tensor:
+    assert case.draft.head_VD is not None
+    return teacher_logits(case.pre_norm_BTD, case.anchors_BA, 5, case.draft.head_VD)
+
+
+def _deepspec_teacher(case: GoldenCase) -> Tensor:
+    """A slot past the end reads the row before the last, as in DeepSpec: a mistake may count such a slot."""
+    rows_T = torch.arange(23).clamp(max=21)
+    assert case.draft.head_VD is not None
+    return teacher_logits(case.last_hidden_BTD[:, rows_T], case.anchors_BA, 5, case.draft.head_VD)
+
+
+Planted = tuple[BlockTargets, Tensor, ObjectiveSection]
+MISTAKES: dict[str, Callable[[GoldenCase], Planted]] = {
+    "labels_one_late": lambda case: (_labels(case, +1), _deepspec_teacher(case), DEEPSPEC),
+    "labels_one_early": lambda case: (_labels(case, -1), _deepspec_teacher(case), DEEPSPEC),
+    "teacher_one_late": lambda case: (case.targets(), _teacher(case, +1), DEEPSPEC),
+    "teacher_one_early": lambda case: (case.targets(), _teacher(case, -1), DEEPSPEC),
+    "teacher_pre_norm": lambda case: (case.targets(), _pre_norm(case), DEEPSPEC),
+    "mask_without_cumulative_product": lambda case: (_mask_without_product(case), case.teacher(), DEEPSPEC),
+    "l1_halved": lambda case: (case.targets(), case.teacher(), DEEPSPEC.model_copy(update={"total_variation": 0.45})),
+    "decay_is_block_size": lambda case: (
+        case.targets(),
+        case.teacher(),
+        DEEPSPEC.model_copy(update={"decay_positions": 5.0}),
+    ),
+    "no_decay": lambda case: (case.targets(), case.teacher(), DEEPSPEC.model_copy(update={"decay_positions": 1e12})),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_gives_the_wrong_number(dspark_golden: dict[str, Any], mistake: str) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    right = float(scored(case)[0].detach())
+    wrong = case.expected["wrong"][f"y_wrong_{mistake}"]
+    targets, teacher_BAKV, section = MISTAKES[mistake](case)
+    pooled = denominators(targets, section.decay_positions)
+    loss, _ = objective(case.forward(), teacher_BAKV, targets, section, 0.0, pooled)
+    assert float(loss.detach()) == pytest.approx(wrong["total"], rel=1e-6)
+    assert abs(right - wrong["total"]) > 2e-4
+
+
+def _attached(agreement: Agreement, logits_BAK: Tensor, weights_BAK: Tensor) -> Tensor:
+    softplus_BAK = torch.nn.functional.softplus(logits_BAK)
+    return (weights_BAK * (softplus_BAK - agreement.acceptance_BAK * logits_BAK)).sum()
+
+
+@pytest.mark.parametrize("mistake", ["confidence_label_not_detached", "confidence_input_detached"])
+def test_a_planted_detaching_mistake_gives_the_wrong_gradients(
+    dspark_golden: dict[str, Any], monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    if mistake == "confidence_label_not_detached":
+        monkeypatch.setattr(room, "confidence_bce", _attached)
+    else:
+        forward = ConfidenceHead.forward
+        monkeypatch.setattr(ConfidenceHead, "forward", lambda head, h, e: forward(head, h.detach(), e.detach()))
+    scored(case)[0].backward()
+    found = {key: float(p.grad.norm()) for key, p in case.draft.named_parameters() if p.grad is not None}
+    wrong = case.expected["wrong"][f"y_wrong_{mistake}"]["gradient_l2_norms"]
+    assert found == {key: pytest.approx(value, rel=1e-6) for key, value in wrong.items()}
+
+
+def test_planted_mistakes_of_the_expected_acceptance_give_the_wrong_numbers(dspark_golden: dict[str, Any]) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    targets = case.targets()
+    valid_BAK, num_blocks = targets.valid_BAK, float(targets.valid_BAK[..., 0].sum())
+    found = compare(case.forward().logits_BAKV, _deepspec_teacher(case), targets.label_ids_BAK)
+    inverted = found._replace(
+        draft_logprobs_BAK=found.teacher_logprobs_BAK, teacher_logprobs_BAK=found.draft_logprobs_BAK
+    )
+    ratio_BAK = (found.draft_logprobs_BAK - found.teacher_logprobs_BAK).clamp(max=0).exp()
+    own = found._replace(acceptance_BAK=found.acceptance_BAK * ratio_BAK)
+    kept_BAK = case.keep_BA[..., None].expand_as(valid_BAK)
+    planted = {
+        "e_tf_mean_over_all_blocks": expected_acceptance_teacher_forced(found, valid_BAK) / valid_BAK[..., 0].numel(),
+        "e_tf_without_mask": expected_acceptance_teacher_forced(found, kept_BAK) / num_blocks,
+        "e_ratio_inverted": expected_acceptance_ratio(inverted, valid_BAK) / num_blocks,
+        "e_ratio_reach_includes_own_slot": expected_acceptance_ratio(own, valid_BAK) / num_blocks,
+    }
+    wrong = {key: case.expected["acceptance"][f"y_wrong_{key}"] for key in planted}
+    assert {key: float(value.detach()) for key, value in planted.items()} == {
+        key: pytest.approx(value, rel=1e-6) for key, value in wrong.items()
+    }
+
+
+TERMS: dict[str, Callable[[Agreement, Tensor, Tensor, Tensor], Tensor]] = {
+    "cross_entropy": lambda found, _valid, weights, _logits: cross_entropy(found, weights),
+    "forward_kl": lambda found, _valid, weights, _logits: forward_kl(found, weights),
+    "total_variation": lambda found, _valid, weights, _logits: total_variation(found, weights),
+    "confidence": lambda found, _valid, weights, logits: confidence_bce(found, logits, weights),
+    "teacher_forced": lambda found, valid, _weights, _logits: expected_acceptance_teacher_forced(found, valid),
+    "ratio": lambda found, valid, _weights, _logits: expected_acceptance_ratio(found, valid),
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_the_gradient_of_a_term_is_its_finite_difference(term: str) -> None:
+    torch.manual_seed(2)
+    draft_BAKV = torch.randn(1, 2, 3, 7, dtype=torch.float64)
+    teacher_BAKV, confidence_BAK = 2 * torch.randn_like(draft_BAKV), torch.randn(1, 2, 3, dtype=torch.float64)
+    labels_BAK = torch.randint(0, 7, (1, 2, 3))
+    valid_BAK = torch.tensor([[[True, True, True], [True, True, False]]])
+    weights_BAK = slot_weights(valid_BAK, 4.0)
+    constant = compare(draft_BAKV, teacher_BAKV, labels_BAK)
+
+    def value(draft: Tensor, confidence: Tensor) -> Tensor:
+        found = compare(draft, teacher_BAKV, labels_BAK)
+        if term == "confidence":  # its label is a constant by definition
+            found = found._replace(acceptance_BAK=constant.acceptance_BAK)
+        return TERMS[term](found, valid_BAK, weights_BAK, confidence)
+
+    draft_BAKV.requires_grad_()
+    confidence_BAK.requires_grad_()
+    gradients = torch.autograd.grad(value(draft_BAKV, confidence_BAK), (draft_BAKV, confidence_BAK), allow_unused=True)
+    assert sum(gradient is not None for gradient in gradients) == 1
+    for place, given in enumerate((draft_BAKV, confidence_BAK)):
+        found = torch.zeros_like(given) if gradients[place] is None else gradients[place]
+        for index in range(given.numel()):
+            step = torch.zeros_like(given)
+            step.view(-1)[index] = 1e-6
+            both = [[draft_BAKV.detach(), confidence_BAK.detach()] for _ in range(2)]
+            both[0][place], both[1][place] = given.detach() + step, given.detach() - step
+            difference = (value(*both[0]) - value(*both[1])) / 2e-6
+            assert float(found.reshape(-1)[index]) == pytest.approx(float(difference), rel=1e-5, abs=1e-8)
+
+
+def test_the_teacher_of_a_slot_predicts_the_slots_label_and_no_neighbour(dspark_golden: dict[str, Any]) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    following_BT = case.ids_BT[:, (torch.arange(23) + 1).clamp(max=22)]
+    certain_BTV = torch.nn.functional.one_hot(following_BT, 61).double()
+    said_BAK = teacher_logits(certain_BTV, case.anchors_BA, 5, torch.eye(61).double()).argmax(-1)
+    for shift in (-1, 0, 1):
+        labels_BAK = _labels(case, shift).label_ids_BAK
+        agreeing = (said_BAK == labels_BAK)[case.valid_BAK].double().mean()
+        assert agreeing == 1 if shift == 0 else agreeing < 0.3
+
+
+def test_a_batch_without_a_valid_slot_gives_zero_loss_and_zero_gradients(dspark_golden: dict[str, Any]) -> None:
+    for keep in (True, False):
+        case = golden_case(dspark_golden, "mha_vanilla", torch.float32)
+        case.loss_mask_BT = torch.zeros_like(case.loss_mask_BT)
+        case.keep_BA = torch.full_like(case.keep_BA, keep)
+        case.last_hidden_BTD = torch.zeros_like(case.last_hidden_BTD)
+        loss, metrics = scored(case, EVERYTHING, weight=0.5)
+        loss.backward()
+        assert float(loss.detach()) == 0.0
+        assert all(not numerator.any() and not denominator.any() for numerator, denominator in metrics.values())
+        for parameter in case.draft.parameters():
+            assert parameter.grad is not None
+            assert not parameter.grad.any()  # NaN counts as true
+
+
+def test_micro_steps_with_pooled_denominators_sum_to_the_whole_batch(dspark_golden: dict[str, Any]) -> None:
+    whole = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    loss, metrics = scored(whole, EVERYTHING, weight=0.5)
+    loss.backward()
+    parts = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    targets = parts.targets()
+    pooled = denominators(targets, 4.0)
+    total, sums = 0.0, dict.fromkeys(metrics, torch.zeros(2).double())
+    for b in (slice(0, 1), slice(1, 2)):
+        output = parts.draft(parts.ids_BT[b], parts.taps()[b], parts.anchors_BA[b], parts.keep_BA[b])
+        part = BlockTargets(targets.label_ids_BAK[b], targets.valid_BAK[b])
+        found, found_metrics = objective(output, parts.teacher()[b], part, EVERYTHING, 0.5, pooled)
+        found.backward()
+        total += float(found.detach())
+        sums = {name: sums[name] + torch.stack([each.double() for each in found_metrics[name]]) for name in sums}
+    assert total == pytest.approx(float(loss.detach()), rel=1e-12)
+    for ours, theirs in zip(parts.draft.parameters(), whole.draft.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    for name, pair in metrics.items():
+        torch.testing.assert_close(sums[name], torch.stack([each.double() for each in pair]))
+
+
+def test_a_loss_is_the_weighted_sum_of_its_terms(dspark_golden: dict[str, Any]) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    _, metrics = scored(case)
+    weight = float(metrics["confidence"][1])
+    for form in ("ratio", "teacher_forced"):
+        section = EVERYTHING.model_copy(update={"acceptance_form": form})
+        loss, _ = scored(case, section, weight=0.25)
+        expected = sum(
+            getattr(section, name) * float(metrics[name][0]) / (weight + 1e-6)
+            for name in ("cross_entropy", "forward_kl", "total_variation", "confidence")
+        )
+        expected += 0.25 * (1 - mean(metrics, f"expected_acceptance_{form}") / 5)
+        assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_draft_without_a_confidence_head_trains_on_the_other_terms(dspark_golden: dict[str, Any]) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    targets, output = case.targets(), case.forward()._replace(confidence_logits_BAK=None)
+    loss, metrics = objective(output, case.teacher(), targets, DEEPSPEC, 0.0, denominators(targets, 4.0))
+    losses = case.expected["losses"]
+    assert float(loss.detach()) == pytest.approx(0.1 * losses["ce"]["value"] + 0.9 * losses["l1"]["value"], rel=1e-7)
+    assert not any("confidence" in name for name in metrics)
+
+
+def test_the_teacher_gets_no_gradient_and_an_unweighted_confidence_head_gets_zeros(
+    dspark_golden: dict[str, Any],
+) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    targets, teacher_BAKV = case.targets(), case.teacher().requires_grad_()
+    section = EVERYTHING.model_copy(update={"confidence": 0.0})
+    loss, _ = objective(case.forward(), teacher_BAKV, targets, section, 0.5, denominators(targets, 4.0))
+    loss.backward()
+    assert teacher_BAKV.grad is None
+    for parameter in case.draft.parameters():
+        assert parameter.grad is not None
+    assert case.draft.confidence_head is not None
+    assert not any(parameter.grad.any() for parameter in case.draft.confidence_head.parameters())
