@@ -1,0 +1,1 @@
+"""Speculative decoding: what is drawn, what is kept, whole texts."""

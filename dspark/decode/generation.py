@@ -1,0 +1,97 @@
+"""Whole texts: plain decoding of many prompts in step, and speculative decoding of one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dspark.decode.round import Round, draw_block, verify_block
+from dspark.decode.sampling import Sampling, Uniforms, sample
+from dspark.draft.model import DraftModel
+from dspark.draft.proposal import ContextCache, extend
+from dspark.errors import DraftMismatchError
+from dspark.types import CacheT, Target
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generated text (ids_T int64, new ids only, on the CPU) and the rounds that made it."""
+
+    ids_T: torch.Tensor
+    rounds: tuple[Round, ...]
+
+
+@torch.no_grad()
+def generate(
+    target: Target[CacheT], prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
+) -> list[torch.Tensor]:
+    """Plain decoding: the target alone, all prompts in step, one token a pass; finished rows commit nothing.
+
+    Each row draws from its own ``uniforms`` (see ``row_uniforms``), one a token, so its text does not depend on the
+    other rows but for the rounding of the target's batched arithmetic.
+
+    Shapes: prompts int64 [T_b], T_b >= 1. Returns: new ids of each row, int64 on the CPU, the stop token included.
+    """
+    if not prompts:
+        return []
+    cache, output = target.prefill(prompts)
+    last_B = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
+    hidden_BD = output.last_hidden_ND[last_B.to(output.last_hidden_ND.device)]
+    texts: list[list[int]] = [[] for _ in prompts]
+    is_open = [True] * len(prompts)
+    while True:
+        ids_B = sample(target.logits(hidden_BD), sampling, [uniform() for uniform in uniforms])
+        for row, new_id in enumerate(ids_B.tolist()):
+            if is_open[row]:
+                texts[row].append(new_id)
+                is_open[row] = new_id not in sampling.stop_token_ids and len(texts[row]) < sampling.max_new_tokens
+        if not any(is_open):
+            return [torch.tensor(text) for text in texts]
+        hidden_BD = target.verify(ids_B[:, None], cache).last_hidden_ND
+        target.commit(cache, ids_B.new_tensor(is_open))
+
+
+@torch.no_grad()
+def speculate(
+    target: Target[CacheT],
+    draft: DraftModel,
+    prompt_ids_T: torch.Tensor,
+    sampling: Sampling,
+    uniforms: Uniforms,
+    confidence_threshold: float = 0.0,
+) -> Generation:
+    """Speculative decoding of one prompt: the same text as ``generate`` if greedy, the same distribution if not.
+
+    Uniforms are taken in this order: one for the token after the prompt; then in each round one a drafted token
+    (unless greedy), one a proposed token for its acceptance, one for the round's last token.
+
+    A text of exactly max_new_tokens is followed by one more round, which is counted and adds nothing to the text: this
+    is where DeepSpec stops, and its counts are the ones to compare with.
+
+    Shapes: prompt_ids_T int64, T >= 1; the draft is bound to the target's tables.
+    Raises: DraftMismatchError for a draft of other tapped layers, or a threshold without a confidence head.
+    Source: dspark.md 6.
+    """
+    if draft.config.target_layer_ids != target.target_layer_ids:
+        raise DraftMismatchError(
+            f"the draft reads target layers {list(draft.config.target_layer_ids)} but the target was loaded with "
+            f"{list(target.target_layer_ids)}; load the target with the draft's target_layer_ids"
+        )
+    if confidence_threshold > 0 and not draft.config.enable_confidence_head:
+        raise DraftMismatchError(
+            f"confidence_threshold {confidence_threshold} needs a draft with a confidence head; use 0 for this draft"
+        )
+    cache, output = target.prefill([prompt_ids_T])
+    ids = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
+    taps_TLD = output.taps_NLD
+    context = ContextCache(draft)
+    rounds: list[Round] = []
+    while ids[-1] not in sampling.stop_token_ids and len(ids) <= sampling.max_new_tokens:
+        extend(draft, context, taps_TLD)
+        block = draw_block(draft, context, ids[-1], sampling, uniforms, confidence_threshold)
+        new_ids, taps_TLD, counts = verify_block(target, cache, block, sampling, uniforms)
+        ids += new_ids
+        rounds.append(counts)
+    if len(ids) > sampling.max_new_tokens:
+        rounds[-1] = replace(rounds[-1], is_cut=True)
+    return Generation(torch.tensor(ids[: sampling.max_new_tokens]), tuple(rounds))

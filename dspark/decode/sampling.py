@@ -1,0 +1,78 @@
+"""From logits to a token: temperature, inverse-CDF draws, and where the random numbers come from."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Uniforms = Callable[[], float]
+"""A source of independent random numbers in [0, 1); each call takes the next one."""
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this one mean greedy decoding (DeepSpec's bound)."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is drawn and when it ends: after a stop token (which belongs to the text) or after max_new_tokens.
+
+    Raises: ValueError for a negative temperature or max_new_tokens below 1.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+def row_uniforms(seed: int, row: int) -> Uniforms:
+    """The random numbers of one row of a run: a generator of its own, seeded by the text "seed/row".
+
+    ``row`` is the row's number in its data, not in its batch, so its text does not depend on its neighbours. Python's
+    generator is used because torch's keeps only 32 bits of a seed, in which (seed, row) pairs would collide.
+    """
+    return random.Random(f"{seed}/{row}").random
+
+
+def token_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distribution that tokens are drawn from: softmax(logits / temperature), or one-hot at the argmax if greedy.
+
+    Shapes: logits float32 or float64 [..., V]; the result has their shape and dtype.
+    """
+    if sampling.is_greedy:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.softmax(logits / sampling.temperature, dim=-1)
+
+
+def draw(probs_NV: torch.Tensor, uniforms_N: Sequence[float]) -> torch.Tensor:
+    """Draw one id a row by inverse CDF: the first id whose cumulative probability exceeds the uniform.
+
+    The cumulative sum is float64 and the uniform is scaled by its total, so rows need not sum to one and an id of
+    probability zero is never drawn (a float64 below 1 times the total rounds to less than the total).
+
+    Shapes: probs_NV non-negative, each row with a positive sum. Returns ids_N int64.
+    """
+    cumulative_NV = probs_NV.cumsum(-1, dtype=torch.float64)
+    total_N1 = cumulative_NV[:, -1:]
+    level_N1 = total_N1.new_tensor(uniforms_N)[:, None] * total_N1
+    return torch.searchsorted(cumulative_NV, level_N1, right=True).squeeze(1)
+
+
+def sample(logits_NV: torch.Tensor, sampling: Sampling, uniforms_N: Sequence[float]) -> torch.Tensor:
+    """Draw one id a row from its logits. Greedy rows ignore their uniform, as an inverse CDF of one-hot would.
+
+    Shapes: logits_NV float32 or float64. Returns ids_N int64.
+    """
+    if sampling.is_greedy:
+        return logits_NV.argmax(-1)
+    return draw(token_probs(logits_NV, sampling), uniforms_N)

@@ -1,0 +1,1 @@
+"""How good a draft is: tasks, measurement and report."""

@@ -1,0 +1,93 @@
+"""A target made of tables, whose text has an exactly known law, and the test that counts follow a law."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dspark.types import TargetOutput
+
+
+def chi_square_p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """The chance of a deviation at least this large if the counts were drawn from probs; rare outcomes are pooled."""
+    expected = probs.double() * counts.sum()
+    is_rare = expected < 6
+    expected = torch.cat((expected[~is_rare], expected[is_rare].sum()[None]))
+    found = torch.cat((counts[~is_rare], counts[is_rare].sum()[None])).double()
+    is_possible = expected > 0
+    assert not found[~is_possible].any(), "an outcome of probability zero"
+    statistic = ((found - expected)[is_possible] ** 2 / expected[is_possible]).sum()
+    freedom = torch.tensor((int(is_possible.sum()) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+@dataclass
+class TableCache:
+    """Per sequence the state after the committed ids, and the ids themselves."""
+
+    states: list[int]
+    ids: list[list[int]]
+    staged: list[list[int]]
+
+
+class TableTarget:
+    """Next-token logits are row s of ``logits_SV``, where s is a state that each id moves on by ``step(s, id)``.
+
+    Taps of an id at a position are token_table[layer][id] + position_table[layer][position % 8].
+    """
+
+    def __init__(
+        self,
+        logits_SV: torch.Tensor,
+        step: Callable[[int, int], int] = lambda state, new_id: new_id,
+        taps: tuple[torch.Tensor, torch.Tensor] | None = None,
+        target_layer_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.logits_SV, self.step, self.target_layer_ids = logits_SV, step, target_layer_ids
+        self.vocab_size = logits_SV.shape[1]
+        self.hidden_size = logits_SV.shape[0]
+        self.num_layers = 8
+        self.embedding_VD = self.head_VD = logits_SV.T.contiguous()
+        none = torch.zeros(self.num_layers + 1, 1, 0, dtype=logits_SV.dtype)
+        self.token_table, self.position_table = taps or (none, none)
+        self.verified_tokens: list[int] = []
+        self.commits: list[list[int]] = []
+
+    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[TableCache, TargetOutput]:
+        cache = TableCache([0] * len(ids), [[] for _ in ids], [row.tolist() for row in ids])
+        output = self._read(cache)
+        self.commit(cache, torch.tensor([len(row) for row in ids]))
+        return cache, output
+
+    def verify(self, ids_BT: torch.Tensor, cache: TableCache) -> TargetOutput:
+        cache.staged = ids_BT.tolist()
+        self.verified_tokens.append(ids_BT.shape[1])
+        return self._read(cache)
+
+    def commit(self, cache: TableCache, counts_B: torch.Tensor) -> None:
+        self.commits.append(counts_B.tolist())
+        for row, count in enumerate(counts_B.tolist()):
+            if not 0 <= count <= len(cache.staged[row]):
+                raise ValueError(f"count {count} of sequence {row}")
+            for new_id in cache.staged[row][:count]:
+                cache.states[row] = self.step(cache.states[row], new_id)
+                cache.ids[row].append(new_id)
+        cache.staged = [[] for _ in cache.ids]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.logits_SV
+
+    def _read(self, cache: TableCache) -> TargetOutput:
+        states, taps = [], []
+        for state, old, new in zip(cache.states, cache.ids, cache.staged, strict=True):
+            for position, new_id in enumerate(new, start=len(old)):
+                state = self.step(state, new_id)
+                states.append(state)
+                tables = [
+                    self.token_table[layer + 1][new_id % self.token_table.shape[1]]
+                    + self.position_table[layer + 1][position % self.position_table.shape[1]]
+                    for layer in self.target_layer_ids
+                ]
+                taps.append(torch.stack(tables) if tables else self.token_table[:0, 0])
+        one_hot = torch.eye(self.hidden_size, dtype=self.logits_SV.dtype)
+        return TargetOutput(torch.stack(taps), one_hot[states])
