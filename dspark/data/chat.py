@@ -1,0 +1,172 @@
+"""A conversation through the target's chat template: ids to generate from, or ids with the mask of what to predict."""
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from dspark.data.conversations import Conversation
+from dspark.errors import PromptError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One sequence to record. Shapes: ids_T int64, T >= 2; loss_mask_T bool, true at positions to predict.
+
+    ``place`` is where the user finds its text. Position 0 has nothing before it and is never predicted.
+    """
+
+    ids_T: torch.Tensor
+    loss_mask_T: torch.Tensor
+    place: str
+
+    def __post_init__(self) -> None:
+        if not self.loss_mask_T[1:].any():
+            raise PromptError(
+                f"{self.place}: nothing to predict among {len(self.ids_T)} tokens; expected assistant content, "
+                "or plain text of at least two tokens"
+            )
+        assert self.ids_T.shape == self.loss_mask_T.shape
+        assert not self.loss_mask_T[0]
+
+    @property
+    def num_supervised(self) -> int:
+        return int(self.loss_mask_T.sum())
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The target's tokenizer and template, the ids that end a turn, and whether turns think."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: Collection[int]
+    is_thinking: bool = False
+
+
+def encode_prompt(chat: ChatFormat, conversation: Conversation) -> torch.Tensor:
+    """Ids up to where the target is to go on: its header after the last user turn, or the end of a plain text.
+
+    The header holds the think block: ``<think>`` when thinking, an empty block when not. Assistant messages after the
+    last user turn are dropped; earlier ones stay.
+
+    Returns: int64 [T], T >= 1. Raises: PromptError when there is no user turn or no text.
+    """
+    if conversation.text is not None:
+        return _text_ids(chat, conversation)
+    messages = list(conversation.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not any(message["role"] == "user" and message["content"] for message in messages):
+        roles = [message["role"] for message in conversation.messages]
+        raise PromptError(f"{conversation.place}: found messages of {roles}; expected a user message with text")
+    return torch.tensor(_ids(chat, _render(chat, conversation, messages, is_open=True)))
+
+
+def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded:
+    """Ids and loss mask of a conversation as it stands, every assistant turn supervised.
+
+    A turn is supervised from what follows its generation header (role line and think block; when thinking, the
+    reasoning after ``<think>`` is supervised) to its end-of-turn token. Header and content are tokenised apart, as they
+    are when the target answers. In plain text every token but the first is supervised.
+
+    Raises: PromptError for an empty conversation or assistant turn, a turn that the template does not write as header
+    plus content, or one without an end-of-turn token.
+    Source: specs/ling-3.0.md 13; dspark.md 4.5.
+    """
+    if conversation.text is not None:
+        ids_T = _text_ids(chat, conversation)
+        return Encoded(ids_T, torch.arange(len(ids_T)) > 0, conversation.place)
+    ids: list[int] = []
+    mask: list[bool] = []
+    for piece, is_assistant in _pieces(chat, conversation):
+        piece_ids = _ids(chat, piece)
+        num_supervised = _length_to_end_of_turn(chat, conversation, piece_ids) if is_assistant else 0
+        ids += piece_ids
+        mask += [True] * num_supervised + [False] * (len(piece_ids) - num_supervised)
+    return Encoded(torch.tensor(ids), torch.tensor(mask), conversation.place)
+
+
+def check_length(place: str, num_tokens: int, max_tokens: int) -> None:
+    """Refuse a sequence longer than ``record.max_tokens``. Raises: PromptError."""
+    if num_tokens > max_tokens:
+        raise PromptError(
+            f"{place}: {num_tokens} tokens, at most {max_tokens} (record.max_tokens) are allowed; "
+            "raise record.max_tokens, lower data.max_response_tokens or shorten the text"
+        )
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """SHA-256 over the lengths and contents of tensors [T]: equal exactly for equal ids (or masks) in equal order."""
+    sha256 = hashlib.sha256()
+    for tensor in tensors:
+        sha256.update(len(tensor).to_bytes(8, "little"))
+        sha256.update(tensor.numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def _pieces(chat: ChatFormat, conversation: Conversation) -> list[tuple[str, bool]]:
+    """The rendered conversation cut at every assistant turn's header and end; true marks what the assistant wrote."""
+    messages = conversation.messages
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        roles = [message["role"] for message in messages]
+        raise PromptError(f"{conversation.place}: found messages of {roles}; expected at least one assistant message")
+    whole = _render(chat, conversation, messages)
+    pieces: list[tuple[str, bool]] = []
+    cursor = 0
+    for index in turns:
+        if not messages[index]["content"].strip():
+            raise PromptError(f"{conversation.place}: message {index + 1} is an empty assistant turn; expected text")
+        header = _render(chat, conversation, messages[:index], is_open=True)
+        turn = _render(chat, conversation, messages[: index + 1])
+        if not (turn.startswith(header) and whole.startswith(turn)):
+            raise PromptError(
+                f"{conversation.place}: the template does not write message {index + 1} as {header[-40:]!r} plus its "
+                f"content, so the target would never be asked for it like this; make data.is_thinking "
+                f"({chat.is_thinking}) fit the text, or give every assistant turn as a conversation of its own"
+            )
+        pieces += [(whole[cursor : len(header)], False), (whole[len(header) : len(turn)], True)]
+        cursor = len(turn)
+    return [*pieces, (whole[cursor:], False)]
+
+
+def _length_to_end_of_turn(chat: ChatFormat, conversation: Conversation, ids: list[int]) -> int:
+    """How many of an assistant turn's ids reach to its end-of-turn token (templates may write a newline after it)."""
+    ends = [index for index, token in enumerate(ids) if token in chat.stop_token_ids]
+    if not ends:
+        raise PromptError(
+            f"{conversation.place}: an assistant turn ends without any of the target's end-of-turn ids "
+            f"{sorted(chat.stop_token_ids)}; check the chat template and eos_token_id in generation_config.json"
+        )
+    return ends[-1] + 1
+
+
+def _render(
+    chat: ChatFormat, conversation: Conversation, messages: Sequence[dict[str, Any]], is_open: bool = False
+) -> str:
+    if chat.tokenizer.chat_template is None:
+        raise PromptError(f"{conversation.place}: the target has no chat template; give it rows with plain 'text'")
+    try:
+        text = chat.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=is_open, enable_thinking=chat.is_thinking
+        )
+    except TemplateError as error:
+        raise PromptError(f"{conversation.place}: the chat template refuses the messages: {error}") from error
+    assert isinstance(text, str)
+    return text
+
+
+def _text_ids(chat: ChatFormat, conversation: Conversation) -> torch.Tensor:
+    ids = chat.tokenizer(conversation.text, verbose=False)["input_ids"]
+    if not conversation.text or not ids:
+        raise PromptError(f"{conversation.place}: the text is empty; expected some")
+    return torch.tensor(ids)
+
+
+def _ids(chat: ChatFormat, text: str) -> list[int]:
+    ids: list[int] = chat.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+    return ids

@@ -1,0 +1,145 @@
+"""Conversations and plain text read from JSONL, parquet and hub data sets."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dspark.errors import PromptError
+
+RowT = TypeVar("RowT")
+EncodedT = TypeVar("EncodedT")
+_EXPECTED = "expected a row with 'messages', 'prompt' or 'text'"
+_KINDS = ("messages", "conversations", "prompt", "text")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Either the messages of a chat or one plain text, and the row it came from.
+
+    Each message holds at least ``role`` and ``content``, both text; other keys (``reasoning_content``, ...) reach the
+    chat template untouched. ``index`` is the 1-based line or row of ``source``.
+    """
+
+    source: str
+    index: int
+    messages: tuple[dict[str, Any], ...] = ()
+    text: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the user finds the row, as ``file:line``."""
+        return f"{self.source}:{self.index}"
+
+
+def read_conversations(sources: Sequence[str], split: str, limit: int | None = None) -> list[Conversation]:
+    """The first ``limit`` conversations of ``sources``, in order.
+
+    A source ending in ``.jsonl`` or ``.parquet`` is a file; any other is the name of a hub data set, of which ``split``
+    is read. A row holds ``messages`` (role and content; ``conversations`` with from and value is the same), or a
+    ``prompt`` (one user message), or plain ``text``; the first of these that is present counts.
+
+    Raises: PromptError naming the source and line for a missing file, a row that is not JSON, or a row without text.
+    """
+    rows = ((source, index, row) for source in sources for index, row in _rows(source, split))
+    found = [_conversation(source, index, row) for source, index, row in islice(rows, limit)]
+    if not found:
+        raise PromptError(f"{', '.join(sources) or 'data.sources'}: found no conversation; {_EXPECTED}")
+    return found
+
+
+def encode_each(
+    rows: Sequence[RowT], encode: Callable[[RowT], EncodedT], *, is_leaving_out: bool = False
+) -> list[EncodedT]:
+    """``encode`` of every row; those it refuses with a PromptError are refused together, or left out when asked.
+
+    Raises: PromptError naming the first unusable rows and their number, before any work is done on the
+    others; with ``is_leaving_out`` only if nothing is left.
+    """
+    encoded, errors = [], []
+    for row in rows:
+        try:
+            encoded.append(encode(row))
+        except PromptError as error:
+            errors.append(error)
+    if errors and not (is_leaving_out and encoded):
+        named = "\n  ".join(str(error) for error in errors[:_NUM_NAMED])
+        more = f"\n  and {len(errors) - _NUM_NAMED} more" if len(errors) > _NUM_NAMED else ""
+        raise PromptError(
+            f"{len(errors)} of {len(rows)} conversations cannot be used:\n  {named}{more}\n"
+            "Mend these rows, or run again with --leave-out-unusable to go on without them."
+        )
+    return encoded
+
+
+def _rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
+    suffix = Path(source).suffix
+    if suffix not in {".jsonl", ".parquet"}:
+        return enumerate(_hub_rows(source, split), 1)
+    if not Path(source).is_file():
+        raise PromptError(f"{source}: no such file; give a .jsonl or .parquet file, or the name of a hub data set")
+    return _json_rows(source) if suffix == ".jsonl" else enumerate(_parquet_rows(source), 1)
+
+
+def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
+    with open(source, "rb") as file:
+        for index, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield index, json.loads(line)
+            except ValueError as error:
+                raise PromptError(f"{source}:{index}: not valid JSON ({error}); {_EXPECTED} on every line") from error
+
+
+def _parquet_rows(source: str) -> Iterator[Any]:
+    from datasets.load import load_dataset
+
+    try:
+        yield from load_dataset("parquet", data_files=source, split="train", streaming=True)
+    except ValueError as error:
+        raise PromptError(f"{source}: not a readable parquet file ({error}); copy or download it again") from error
+
+
+def _hub_rows(source: str, split: str) -> Iterable[Any]:
+    from datasets.load import load_dataset
+
+    try:
+        rows: Iterable[Any] = load_dataset(source, split=split)
+    except (OSError, ValueError) as error:
+        raise PromptError(
+            f"{source}: found no such file and no hub data set with split {split!r} ({error}); "
+            "check data.sources and data.split, or download the data set first"
+        ) from error
+    return rows
+
+
+def _conversation(source: str, index: int, row: Any) -> Conversation:
+    place = f"{source}:{index}"
+    if not isinstance(row, dict):
+        raise PromptError(f"{place}: found {type(row).__name__}; {_EXPECTED}")
+    kind = next((kind for kind in _KINDS if row.get(kind) is not None), None)
+    if kind is None:
+        raise PromptError(f"{place}: found the keys {sorted(row)}; {_EXPECTED}")
+    value = row[kind]
+    if kind in {"prompt", "text"}:
+        if not isinstance(value, str):
+            raise PromptError(f"{place}: {kind} is {type(value).__name__}; expected text")
+        if kind == "text":
+            return Conversation(source, index, text=value)
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise PromptError(f"{place}: {kind} is {type(value).__name__}; expected a list of messages")
+    return Conversation(source, index, tuple(_message(place, turn, item) for turn, item in enumerate(value, 1)))
+
+
+def _message(place: str, turn: int, item: Any) -> dict[str, Any]:
+    if isinstance(item, dict) and "from" in item:
+        item = {"role": _SHAREGPT_ROLES.get(item["from"], item["from"]), "content": item.get("value")}
+    if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in ("role", "content")):
+        raise PromptError(f"{place}: message {turn} is {item!r:.80}; expected 'role' and 'content', both text")
+    return {key: value for key, value in item.items() if value is not None}

@@ -1,0 +1,214 @@
+"""The target's own responses: a JSONL file in the order of the prompts, appended batch by batch, resumable."""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from dspark.config import describe_validation
+from dspark.data.chat import Encoded
+from dspark.data.conversations import Conversation
+from dspark.errors import RecordError
+
+RESPONSES_FILE = "responses.jsonl"
+
+Generate = Callable[[Sequence[torch.Tensor], int], list[torch.Tensor]]
+"""The target's answers: prompts (int64 [T_b]) and the row number of the first -> new ids, the stop token included.
+
+A row's answer may depend only on the prompts of its batch and on its row number, so that a resumed file equals an
+uninterrupted one.
+"""
+
+
+class ResponsesHeader(BaseModel):
+    """What a responses file was made from and how; written beside it and compared when a run resumes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["dspark-responses-1"] = "dspark-responses-1"
+    target: str
+    target_fingerprint: str
+    tokenizer_fingerprint: str
+    template_fingerprint: str | None
+    prompts_sha256: str
+    num_prompts: int
+    num_left_out: int
+    is_thinking: bool
+    temperature: float
+    max_response_tokens: int
+    generation_batch_size: int
+    stop_token_ids: tuple[int, ...]
+    dtype: str
+    seed: int
+    versions: dict[str, str]
+
+
+class _Row(BaseModel):
+    """One line: where the prompt came from, what was said, and the very ids, so that nothing is tokenised twice."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    source: str
+    index: int
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    response: str
+    finish_reason: Literal["stop", "length"]
+    prompt_ids: list[int]
+    response_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation and its ids up to where the target goes on (int64 [T])."""
+
+    conversation: Conversation
+    ids_T: torch.Tensor
+
+
+def header_path(path: Path) -> Path:
+    """The sidecar of a responses file."""
+    return path.with_suffix(".header.json")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is either absent (or as before) or complete: beside, flush, rename."""
+    beside = path.with_name(f".{path.name}.partial")
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def write_responses(
+    generate: Generate,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    header: ResponsesHeader,
+    path: Path,
+    on_row: Callable[[], None],
+) -> None:
+    """Answer every prompt in order, ``header.generation_batch_size`` at a time, one JSON line each.
+
+    A file that is already there is continued after its last whole batch. ``on_row`` is called for every row that is
+    on disk. ``finish_reason`` is ``stop`` if the response ends with a stop token, else ``length``: then the target did
+    not end its turn, and no end-of-turn token is added.
+
+    Raises: RecordError when the file was made from other prompts, another target or other settings.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _open_header(header, path)
+    batch_size = header.generation_batch_size
+    num_done = _keep_whole_batches(path, batch_size, len(prompts))
+    for _ in range(num_done):
+        on_row()
+    with open(path, "ab") as file:
+        for start in range(num_done, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            responses = generate([prompt.ids_T for prompt in batch], start)
+            rows = (_row(tokenizer, *pair, header.stop_token_ids) for pair in zip(batch, responses, strict=True))
+            file.write("".join(row.model_dump_json(exclude_none=True) + "\n" for row in rows).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            for _ in batch:
+                on_row()
+
+
+def read_header(path: Path) -> ResponsesHeader:
+    """The header of a responses file. Raises: RecordError when it is missing or not one."""
+    sidecar = header_path(path)
+    if not sidecar.is_file() or not path.is_file():
+        raise RecordError(f"{path}: found no responses with their header {sidecar.name}; run dspark prepare first")
+    try:
+        return ResponsesHeader.model_validate_json(sidecar.read_bytes())
+    except ValidationError as error:
+        raise RecordError(
+            f"{sidecar}: {describe_validation(error)}; delete both files and run dspark prepare"
+        ) from error
+
+
+def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
+    """Every prompt with its response as one sequence; the response's ids, exactly as generated, are supervised.
+
+    Raises: RecordError naming the line that is not a row, or a file that does not hold every response.
+    """
+    encoded = []
+    for line, row in enumerate(_lines(path), 1):
+        place = f"{path}:{line}"
+        try:
+            parsed = _Row.model_validate_json(row)
+        except ValidationError as error:
+            raise RecordError(
+                f"{place}: not a response ({describe_validation(error)}); delete this line and all after it, "
+                "then run dspark prepare again"
+            ) from error
+        ids_T = torch.tensor(parsed.prompt_ids + parsed.response_ids)
+        loss_mask_T = torch.arange(len(ids_T)) >= len(parsed.prompt_ids)
+        encoded.append(Encoded(ids_T, loss_mask_T, place))
+    if len(encoded) != header.num_prompts:
+        raise RecordError(
+            f"{path}: found {len(encoded)} responses, expected {header.num_prompts}; run dspark prepare again to finish"
+        )
+    return encoded
+
+
+def _row(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response_ids_T: torch.Tensor, stop_token_ids: Collection[int]
+) -> _Row:
+    response_ids = response_ids_T.tolist()
+    is_stopped = response_ids[-1] in stop_token_ids
+    text = tokenizer.decode(response_ids[:-1] if is_stopped else response_ids)
+    assert isinstance(text, str)
+    conversation = prompt.conversation
+    return _Row(
+        source=conversation.source,
+        index=conversation.index,
+        messages=list(conversation.messages) or None,
+        text=conversation.text,
+        response=text,
+        finish_reason="stop" if is_stopped else "length",
+        prompt_ids=prompt.ids_T.tolist(),
+        response_ids=response_ids,
+    )
+
+
+def _open_header(header: ResponsesHeader, path: Path) -> None:
+    if header_path(path).is_file():
+        found = read_header(path) if path.is_file() else None
+        old, new = ((h or header).model_dump(exclude={"versions", "target"}) for h in (found, header))
+        differing = [f"{key} {old[key]!r} (now {new[key]!r})" for key in old if old[key] != new[key]]
+        if differing:
+            raise RecordError(
+                f"{path}: made with {', '.join(differing)}; give the run another record.folder, "
+                f"or delete {path.name} and {header_path(path).name} to start again"
+            )
+        if found is not None:
+            return
+    elif path.is_file():
+        raise RecordError(f"{path}: its header {header_path(path).name} is missing; move the file away or delete it")
+    write_whole(header_path(path), header.model_dump_json(indent=1))
+
+
+def _keep_whole_batches(path: Path, batch_size: int, num_prompts: int) -> int:
+    """Cut the file after its last whole batch; returns the number of rows kept."""
+    if not path.is_file():
+        return 0
+    lengths = [len(line) for line in _lines(path) if line.endswith(b"\n")]
+    if len(lengths) > num_prompts:
+        raise RecordError(
+            f"{path}: found {len(lengths)} rows for {num_prompts} prompts; delete the file to start again"
+        )
+    num_kept = num_prompts if len(lengths) == num_prompts else len(lengths) // batch_size * batch_size
+    os.truncate(path, sum(lengths[:num_kept]))
+    return num_kept
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file

@@ -1,0 +1,207 @@
+"""Responses are kept as the very ids that were generated, in order, and a stopped run goes on where it was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import STOP_TOKEN_ID, write_tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from dspark.data.conversations import Conversation
+from dspark.data.responses import (
+    Prompt,
+    ResponsesHeader,
+    header_path,
+    read_header,
+    read_responses,
+    write_responses,
+)
+from dspark.errors import RecordError
+
+HEADER = ResponsesHeader(
+    target="tiny",
+    target_fingerprint="a" * 64,
+    tokenizer_fingerprint="b" * 64,
+    template_fingerprint=None,
+    prompts_sha256="c" * 64,
+    num_prompts=8,
+    num_left_out=0,
+    is_thinking=False,
+    temperature=1.0,
+    max_response_tokens=6,
+    generation_batch_size=3,
+    stop_token_ids=(STOP_TOKEN_ID,),
+    dtype="float32",
+    seed=0,
+    versions={"torch": "2"},
+)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
+    write_tiny_tokenizer(tmp_path / "tokenizer")
+    return PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+
+
+def prompts() -> list[Prompt]:
+    """Three plain texts, then five questions."""
+    rows = [Conversation("p.jsonl", row, text=f"x{row}") for row in range(1, 4)]
+    rows += [Conversation("p.jsonl", row, ({"role": "user", "content": f"é{row}"},)) for row in range(4, 9)]
+    return [Prompt(row, torch.tensor([row.index, 20, 21])) for row in rows]
+
+
+def answer(ids: Sequence[torch.Tensor], first_row: int) -> list[torch.Tensor]:
+    """Rows with an even number stop after two tokens, the others are cut after three; the ids tell the row."""
+    for row, prompt_ids_T in enumerate(ids, first_row):
+        assert prompt_ids_T[0] == row + 1
+    tails = [[30 + row, STOP_TOKEN_ID] if row % 2 == 0 else [30 + row, 31, 32] for row in range(first_row, 8)]
+    return [torch.tensor(tail) for tail in tails[: len(ids)]]
+
+
+def write(path: Path, tokenizer: PreTrainedTokenizerFast, header: ResponsesHeader = HEADER) -> list[int]:
+    """Write or continue; returns the first rows of the batches that had to be generated."""
+    heard: list[None] = []
+    generated: list[int] = []
+
+    def generate(ids: Sequence[torch.Tensor], first_row: int) -> list[torch.Tensor]:
+        assert len(heard) == first_row
+        assert first_row % HEADER.generation_batch_size == 0
+        generated.append(first_row)
+        return answer(ids, first_row)
+
+    write_responses(generate, tokenizer, prompts(), header, path, lambda: heard.append(None))
+    assert len(heard) == 8
+    return generated
+
+
+def test_the_ids_come_back_exactly_and_only_the_response_is_supervised(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    assert write(path, tokenizer) == [0, 3, 6]
+    assert read_header(path) == HEADER
+    for row, encoded in enumerate(read_responses(path, HEADER)):
+        response_ids_T = answer([torch.tensor([row + 1])], row)[0]
+        assert encoded.ids_T.tolist() == [row + 1, 20, 21, *response_ids_T.tolist()]
+        assert encoded.loss_mask_T.tolist() == [False] * 3 + [True] * len(response_ids_T)
+        assert encoded.place == f"{path}:{row + 1}"
+
+
+def test_a_cut_response_has_no_end_of_turn_that_the_target_did_not_write(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    write(path, tokenizer)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["finish_reason"] for row in rows] == ["stop", "length"] * 4
+    assert [row["response_ids"][-1] == STOP_TOKEN_ID for row in rows] == [True, False] * 4
+    assert [row["response"] for row in rows[:2]] == [tokenizer.decode([30]), tokenizer.decode([31, 31, 32])]
+    assert (rows[0]["text"], rows[4]["messages"]) == ("x1", [{"role": "user", "content": "é5"}])
+    for row, encoded in zip(rows, read_responses(path, HEADER), strict=True):
+        assert (encoded.ids_T == STOP_TOKEN_ID).sum() == (row["finish_reason"] == "stop")
+
+
+@pytest.mark.parametrize("num_bytes_lost", [1, 40, 200, 500, 900])
+def test_a_torn_file_is_continued_to_the_same_bytes(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, num_bytes_lost: int
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    write(path, tokenizer)
+    whole = path.read_bytes()
+    os.truncate(path, len(whole) - num_bytes_lost)
+    write(path, tokenizer)
+    assert path.read_bytes() == whole
+    assert write(path, tokenizer) == []
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+import torch
+from transformers import PreTrainedTokenizerFast
+from test_responses import HEADER, answer, prompts
+from dspark.data.responses import write_responses
+
+def slow(ids, first_row):
+    if first_row == 6:
+        print("in the last batch", flush=True)
+        time.sleep(60)
+    return answer(ids, first_row)
+
+tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
+write_responses(slow, tokenizer, prompts(), HEADER, Path(sys.argv[2]), lambda: None)
+"""
+
+
+def test_a_killed_run_is_continued_to_the_same_bytes(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path, whole = tmp_path / "responses.jsonl", tmp_path / "whole" / "responses.jsonl"
+    folders = [str(Path(__file__).parent), str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "tokenizer"), str(path)]
+    child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": ":".join(folders)}, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"in the last batch\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert len(path.read_bytes().splitlines()) == 6
+    with open(path, "ab") as file:
+        file.write(b'{"source": "p.jsonl", "ind')
+    with pytest.raises(RecordError, match=r"responses.jsonl:7: not a response"):
+        read_responses(path, HEADER)
+    assert write(path, tokenizer) == [6]
+    write(whole, tokenizer)
+    assert path.read_bytes() == whole.read_bytes()
+    assert header_path(path).read_bytes() == header_path(whole).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("target_fingerprint", "d" * 64), ("prompts_sha256", "e" * 64), ("temperature", 0.5), ("seed", 3)],
+)
+def test_another_target_or_text_or_setting_is_refused_and_nothing_is_lost(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, key: str, value: object
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    write(path, tokenizer)
+    before = path.read_bytes()
+    with pytest.raises(RecordError) as error:
+        write(path, tokenizer, HEADER.model_copy(update={key: value}))
+    assert f"{key} {getattr(HEADER, key)!r} (now {value!r})" in str(error.value)
+    assert "another record.folder" in str(error.value)
+    assert path.read_bytes() == before
+
+
+def test_newer_packages_may_go_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "responses.jsonl"
+    write(path, tokenizer)
+    assert write(path, tokenizer, HEADER.model_copy(update={"versions": {"torch": "3"}})) == []
+
+
+def test_an_unfinished_or_damaged_file_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "responses.jsonl"
+    with pytest.raises(RecordError, match="run dspark prepare first"):
+        read_header(path)
+    write(path, tokenizer)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:6]))
+    with pytest.raises(RecordError, match="found 6 responses, expected 8; run dspark prepare again"):
+        read_responses(path, HEADER)
+    path.write_text("".join([*lines[:2], lines[2].replace("stop", "tired"), *lines[3:]]))
+    with pytest.raises(RecordError, match=r"responses.jsonl:3: not a response \(finish_reason"):
+        read_responses(path, HEADER)
+    path.write_text("".join([*lines, lines[-1]]))
+    with pytest.raises(RecordError, match="found 9 rows for 8 prompts"):
+        write(path, tokenizer)
+    header_path(path).write_text("{}")
+    with pytest.raises(RecordError, match="target is missing"):
+        read_header(path)
+    header_path(path).unlink()
+    with pytest.raises(RecordError, match=r"its header responses.header.json is missing"):
+        write(path, tokenizer)
+    assert len(path.read_text().splitlines()) == 9

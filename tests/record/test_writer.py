@@ -1,0 +1,147 @@
+"""A shard is there whole or not at all, and a run that was stopped anywhere ends with the same bytes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded import contents, describe, make_sequences, record_everything
+
+from dspark.errors import RecordError
+from dspark.record import writer
+from dspark.record.format import MANIFEST_FILE, read_manifest
+from dspark.record.writer import open_writer
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from recorded import record_everything
+from dspark.record import writer
+
+name, place, calls = sys.argv[2], getattr(writer, sys.argv[2]), 0
+
+def stop(*arguments):
+    global calls
+    calls += 1
+    if calls < 3:
+        return place(*arguments)
+    if name == "save_file":
+        place(*arguments)
+        size = arguments[1].stat().st_size
+        with open(arguments[1], "rb+") as file:
+            file.truncate(size // 2)
+    print("here", flush=True)
+    time.sleep(60)
+
+setattr(writer, name, stop)
+record_everything(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "num_complete"), [("save_file", 2), ("file_sha256", 2), ("write_whole", 1)], ids=lambda value: str(value)
+)
+def test_a_run_killed_while_writing_goes_on_to_the_same_bytes(
+    record: Path, tmp_path: Path, place: str, num_complete: int
+) -> None:
+    """Killed in the middle of a shard, between a shard and its rename, between a shard and its manifest."""
+    killed = tmp_path / "killed"
+    folders = [Path(__file__).parent.parent, Path(__file__).parent.parent.parent]
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(killed), place],
+        env=os.environ | {"PYTHONPATH": ":".join(map(str, folders))},
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"here\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert len(read_manifest(killed).shards) == num_complete
+    assert contents(killed) != contents(record)
+    num_kept = sum(shard.num_sequences for shard in read_manifest(killed).shards)
+    assert record_everything(killed) == 7 - num_kept
+    assert contents(killed) == contents(record)
+
+
+def test_a_complete_record_is_not_computed_again(record: Path) -> None:
+    before = contents(record)
+    assert record_everything(record) == 0
+    assert contents(record) == before
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated"])
+def test_a_damaged_shard_is_written_again_to_the_same_bytes(record: Path, damage: str) -> None:
+    before = contents(record)
+    shard = record / "shard-00001.safetensors"
+    if damage == "deleted":
+        shard.unlink()
+    else:
+        os.truncate(shard, 100)
+    assert record_everything(record) == 1
+    assert contents(record) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_fingerprint", "9" * 64),
+        ("tokenizer_fingerprint", "9" * 64),
+        ("template_fingerprint", None),
+        ("target_layer_ids", (1, 2)),
+        ("dtype", "bfloat16"),
+        ("text_sha256", "9" * 64),
+        ("is_thinking", True),
+        ("temperature", 0.7),
+        ("answers", "given"),
+        ("shard_tokens", 21),
+    ],
+)
+def test_a_record_of_something_else_is_refused_and_nothing_is_lost(record: Path, key: str, value: Any) -> None:
+    before = contents(record)
+    found = getattr(read_manifest(record), key)
+    with pytest.raises(RecordError) as error:
+        record_everything(record, **{key: value})
+    assert f"{key} is {found!r} there and {value!r} now" in str(error.value)
+    assert f"{record}: " in str(error.value)
+    assert "another record.folder" in str(error.value)
+    assert contents(record) == before
+
+
+def test_another_path_to_the_target_or_newer_packages_may_go_on(record: Path) -> None:
+    before = contents(record)
+    assert record_everything(record, target="./table", versions={"torch": "3"}) == 0
+    assert contents(record) == before
+
+
+def test_a_full_disk_is_foreseen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(writer, "disk_usage", lambda _: usage(2000, 0, 2000))
+    with pytest.raises(RecordError, match=r"needs about .* GB more, .* GB are free"):
+        open_writer(tmp_path / "record", describe(make_sequences()))
+    assert contents(tmp_path / "record") == {}
+
+
+def test_a_disk_that_fails_keeps_what_is_complete(
+    tmp_path: Path, record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, save_file, calls = tmp_path / "failing", writer.save_file, 0
+
+    def fails(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        nonlocal calls
+        calls += 1
+        save_file(tensors, path)
+        if calls == 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "save_file", fails)
+    with pytest.raises(RecordError, match=r"shard-00002.*No space left on device.*2 shards are complete and stay"):
+        record_everything(folder)
+    assert sorted(contents(folder)) == [MANIFEST_FILE, "shard-00000.safetensors", "shard-00001.safetensors"]
+    assert record_everything(folder) == 4
+    assert contents(folder) == contents(record)

@@ -1,0 +1,81 @@
+"""What the tests of recording share: a table target, sequences of it, and their record."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from toy import TableTarget
+
+from dspark.data.chat import Encoded, digest
+from dspark.record.capture import capture
+from dspark.record.format import Manifest
+from dspark.record.writer import open_writer
+
+VOCAB_SIZE, WIDTH, TAPS = 13, 5, (1, 3)
+
+
+def make_target(dtype: torch.dtype = torch.float32) -> TableTarget:
+    """Its last hidden state is a one-hot of the last id modulo 5; its taps tell token and position apart."""
+    generator = torch.Generator().manual_seed(7)
+    logits_SV = torch.randn(WIDTH, VOCAB_SIZE, generator=generator).to(dtype)
+    tables = [torch.randn(9, size, WIDTH, generator=generator).to(dtype) for size in (VOCAB_SIZE, 8)]
+    return TableTarget(logits_SV, lambda state, new_id: new_id % WIDTH, (tables[0], tables[1]), TAPS)
+
+
+def make_sequences(lengths: tuple[int, ...] = (9, 4, 30, 7, 12, 2, 8)) -> list[Encoded]:
+    """Two supervised runs in longer sequences, one in shorter ones."""
+    generator = torch.Generator().manual_seed(8)
+    sequences = []
+    for row, length in enumerate(lengths):
+        places = torch.arange(length)
+        loss_mask_T = (places >= length - 2 + (length == 2)) | ((places > 2) & (places < 6))
+        ids_T = torch.randint(VOCAB_SIZE, (length,), generator=generator)
+        sequences.append(Encoded(ids_T, loss_mask_T, f"talk.jsonl:{row + 1}"))
+    return sequences
+
+
+def describe(sequences: list[Encoded], **changes: Any) -> Manifest:
+    """The manifest of a record of these sequences, 20 tokens a shard."""
+    values = {
+        "target": "table",
+        "target_fingerprint": "1" * 64,
+        "tokenizer_fingerprint": "2" * 64,
+        "template_fingerprint": "3" * 64,
+        "target_layer_ids": TAPS,
+        "hidden_size": WIDTH,
+        "vocab_size": VOCAB_SIZE,
+        "dtype": "float32",
+        "answers": "target",
+        "is_thinking": False,
+        "temperature": 1.0,
+        "text_sha256": digest(part for sequence in sequences for part in (sequence.ids_T, sequence.loss_mask_T)),
+        "num_sequences": len(sequences),
+        "num_tokens": sum(len(sequence.ids_T) for sequence in sequences),
+        "num_supervised": sum(sequence.num_supervised for sequence in sequences),
+        "shard_tokens": 20,
+        "versions": {"torch": "2"},
+    }
+    return Manifest(**(values | changes))
+
+
+def record_everything(folder: Path, **changes: Any) -> int:
+    """Record, or go on with a record; returns how many sequences the target had to read."""
+    target, sequences = make_target(), make_sequences()
+    num_read = 0
+    prefill = target.prefill
+
+    def counted(ids: Any) -> Any:
+        nonlocal num_read
+        num_read += len(ids)
+        return prefill(ids)
+
+    target.prefill = counted  # type: ignore[method-assign]
+    heard: list[None] = []
+    capture(target, sequences, open_writer(folder, describe(sequences, **changes)), lambda: heard.append(None))
+    assert len(heard) == len(sequences)
+    return num_read
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
