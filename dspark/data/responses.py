@@ -14,6 +14,7 @@ from dspark.config import describe_validation
 from dspark.data.chat import Encoded
 from dspark.data.conversations import Conversation
 from dspark.errors import RecordError
+from dspark.files import write_whole
 
 RESPONSES_FILE = "responses.jsonl"
 
@@ -74,16 +75,6 @@ class Prompt:
 def header_path(path: Path) -> Path:
     """The sidecar of a responses file."""
     return path.with_suffix(".header.json")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is either absent (or as before) or complete: beside, flush, rename."""
-    beside = path.with_name(f".{path.name}.partial")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def write_responses(

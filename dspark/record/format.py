@@ -12,7 +12,6 @@ the other. N tokens, M of them predicted (M <= N), S sequences:
     label_logprobs_M    float32   the target's log-probability of the predicted token, as it said it: a self-check
 """
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -114,12 +113,6 @@ def group_by_tokens(lengths: Sequence[int], budget_tokens: int) -> list[range]:
             start, total = index, 0
         total += length
     return [*groups, range(start, len(lengths))] if lengths else []
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from dspark.errors import RecordError
-from dspark.record.format import file_sha256, read_manifest
+from dspark.files import file_sha256
+from dspark.record.format import read_manifest
 from dspark.types import RecordedSequence
 
 LOGPROB_TOLERANCE = {torch.bfloat16: 0.2, torch.float32: 2e-3, torch.float64: 2e-3}

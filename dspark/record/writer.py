@@ -1,6 +1,5 @@
 """A record being written: shards appear whole, the manifest after each of them, and a stopped run goes on."""
 
-import os
 from pathlib import Path
 from shutil import disk_usage
 
@@ -8,9 +7,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from dspark.data.responses import write_whole
 from dspark.errors import RecordError
-from dspark.record.format import MANIFEST_FILE, Manifest, ShardEntry, file_sha256, read_manifest, shard_name
+from dspark.files import file_sha256, partial_of, put_in_place, write_whole
+from dspark.record.format import MANIFEST_FILE, Manifest, ShardEntry, read_manifest, shard_name
 
 
 class RecordWriter:
@@ -38,13 +37,11 @@ class RecordWriter:
         shards = self.manifest.shards
         assert index <= len(shards)
         path = self.folder / shard_name(index)
-        beside = path.with_name(f".{path.name}.partial")
+        beside = partial_of(path)
         try:
             save_file(tensors, beside)
-            with open(beside, "rb+") as file:
-                os.fsync(file.fileno())
             sha256 = file_sha256(beside)
-            os.replace(beside, path)
+            put_in_place(beside, path)
             entry = ShardEntry(
                 file=path.name,
                 sha256=sha256,

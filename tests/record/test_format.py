@@ -9,7 +9,8 @@ import torch
 from recorded import describe, make_sequences
 
 from dspark.errors import RecordError
-from dspark.record.format import MANIFEST_FILE, file_sha256, group_by_tokens, read_manifest, shard_name
+from dspark.files import file_sha256
+from dspark.record.format import MANIFEST_FILE, group_by_tokens, read_manifest, shard_name
 
 
 def test_groups_follow_the_budget_and_never_split_a_sequence() -> None:

@@ -1,7 +1,6 @@
 """A model folder's safetensors files: checked by name, read lazily, written whole."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dspark.errors import CheckpointError
+from dspark.files import put_in_place
 from dspark.target.checkpoint.shapes import TensorSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -129,16 +129,16 @@ def save_checkpoint(
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
         save_file(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
     if len(shards) == 1:
-        _finish(folder / "1.partial", folder / SINGLE_FILE)
+        put_in_place(folder / "1.partial", folder / SINGLE_FILE)
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _finish(folder / f"{number}.partial", folder / file)
+        put_in_place(folder / f"{number}.partial", folder / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "index.partial").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    _finish(folder / "index.partial", folder / INDEX_FILE)
+    put_in_place(folder / "index.partial", folder / INDEX_FILE)
 
 
 def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
@@ -188,9 +188,3 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -
         shard[name] = tensor.detach().contiguous()
         shard_bytes += tensor.nbytes
     yield shard
-
-
-def _finish(partial: Path, path: Path) -> None:
-    with partial.open("rb+") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
