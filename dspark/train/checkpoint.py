@@ -1,0 +1,178 @@
+"""Training checkpoints: safetensors and JSON, whole or not at all, the same whatever ran the training."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dspark.distributed import sum_over_ranks
+from dspark.errors import CheckpointError
+from dspark.files import file_sha256, flush
+
+KEPT_CHECKPOINTS = 2
+STATE, PARAMETERS, MOMENTS = "state.json", "draft.safetensors", "moments.safetensors"
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: optimisation steps done and sequences read, which fix the data order, anchors and schedule."""
+
+    step: int
+    sequences_seen: int
+
+
+def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The draft's float32 parameters and AdamW's moments (``exp_avg.NAME``), on the CPU.
+
+    ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO every rank must call it.
+    """
+    parameters: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
+    for name, parameter in draft.named_parameters():
+        slices = _slices(parameter, optimizer)
+        if slices is None:
+            parameters[name] = parameter.detach()
+            found = {moment: optimizer.state[parameter][moment] for moment in MOMENT_NAMES}
+        else:
+            whole = [sum_over_ranks(_unflatten(parameter, piece)) for piece in slices]
+            parameters[name], found = whole[0], dict(zip(MOMENT_NAMES, whole[1:], strict=True))
+        moments |= {f"{moment}.{name}": tensor for moment, tensor in found.items()}
+    return _on_cpu(parameters), _on_cpu(moments)
+
+
+def save_checkpoint(
+    folder: Path, progress: Progress, parameters: dict[str, Tensor], moments: dict[str, Tensor]
+) -> Path:
+    """Write ``folder/step-NNNNNNNN`` and drop all but the newest two. One process calls it.
+
+    The checkpoint is written beside its place, flushed to the disk and renamed, so a kill at any moment leaves either
+    the whole of it or the ones before.
+    """
+    place = folder / f"step-{progress.step:08d}"
+    partial = folder / f".{place.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(parameters, partial / PARAMETERS)
+    save_file(moments, partial / MOMENTS)
+    state = asdict(progress) | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
+    (partial / STATE).write_text(json.dumps(state | {"seal": _seal(state)}, indent=2) + "\n", encoding="utf-8")
+    for path in [*partial.iterdir(), partial]:
+        flush(path)
+    partial.rename(place)
+    flush(folder)
+    for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
+        shutil.rmtree(old)
+    return place
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, oldest first."""
+    return sorted(folder.glob("step-*"))
+
+
+def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
+    """Put a checkpoint's parameters and moments into a fresh draft and optimizer. Every process calls it.
+
+    Raises: CheckpointError when a file is missing, damaged, or made for another draft.
+    """
+    state = _read_state(place)
+    parameters, moments = _read_tensors(place, PARAMETERS, state), _read_tensors(place, MOMENTS, state)
+    own = {name: tuple(parameter.shape) for name, parameter in draft.named_parameters()}
+    saved = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    if own != saved:
+        differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        raise CheckpointError(
+            f"{place}: made for another draft; {differing[0]} is {saved.get(differing[0])}, "
+            f"the run's is {own.get(differing[0])}"
+        )
+    progress = Progress(int(state["step"]), int(state["sequences_seen"]))
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            parameter.copy_(parameters[name])
+            found = {moment: moments[f"{moment}.{name}"] for moment in MOMENT_NAMES}
+            slices = _slices(parameter, optimizer, progress.step)
+            if slices is None:
+                step = {"step": torch.tensor(float(progress.step))}
+                optimizer.state[parameter] = step | {m: v.to(parameter.device) for m, v in found.items()}
+            else:
+                for piece, value in zip(slices, [parameters[name], *found.values()], strict=True):
+                    piece.own.copy_(value.flatten()[piece.begin : piece.begin + len(piece.own)])
+    return progress
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """This rank's part of a flattened tensor: ``own`` is a view of it, ``begin`` its first element's place."""
+
+    own: Tensor
+    begin: int
+
+
+def _slices(parameter: nn.Parameter, optimizer: Any, step: int | None = None) -> list[_Slice] | None:
+    """This rank's slices of value and moments in ZeRO's flat float32 partitions; None where a parameter is whole.
+
+    DeepSpeed has functions for it, but they fail for the second parameter group (0.19.8): it links the moments of all
+    groups after the first group's step. ``step`` makes the moments of a fresh optimizer exist.
+    """
+    if not hasattr(parameter, "_hp_mapping"):
+        return None
+    mapping: Any = parameter._hp_mapping
+    if mapping is None:
+        return [_Slice(torch.zeros(0, device=parameter.device), 0)] * (1 + len(MOMENT_NAMES))
+    flat = optimizer.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+    state = optimizer.optimizer.optimizer.state[flat]
+    if step is not None and not state:
+        state |= {"step": torch.tensor(float(step))} | {moment: torch.zeros_like(flat) for moment in MOMENT_NAMES}
+    begin, length = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+    parts = [flat, *(state[moment] for moment in MOMENT_NAMES)]
+    return [_Slice(part.detach()[begin : begin + length], mapping.lp_fragment_address.start) for part in parts]
+
+
+def _unflatten(parameter: nn.Parameter, piece: _Slice) -> Tensor:
+    """A tensor of the parameter's shape with this rank's slice filled in and zeros elsewhere."""
+    whole = torch.zeros(parameter.numel(), device=parameter.device)
+    whole[piece.begin : piece.begin + len(piece.own)] = piece.own
+    return whole.view(parameter.shape)
+
+
+def _read_state(place: Path) -> dict[str, Any]:
+    path = place / STATE
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        seal = state.pop("seal")
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: {error}; delete {place} to resume from the checkpoint before") from error
+    if seal != _seal(state):
+        raise CheckpointError(f"{path}: was altered; delete {place} to resume from the checkpoint before")
+    return state
+
+
+def _read_tensors(place: Path, name: str, state: dict[str, Any]) -> dict[str, Tensor]:
+    path, expected = place / name, state["sha256"][name]
+    found = file_sha256(path) if path.is_file() else "no file"
+    if found != expected:
+        raise CheckpointError(
+            f"{path}: damaged; sha256 {expected} expected, {found} found; "
+            f"delete {place} to resume from the checkpoint before"
+        )
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+    return tensors
+
+
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
+
+
+def _seal(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

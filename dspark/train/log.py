@@ -1,0 +1,80 @@
+"""What a run writes down while it trains: pooled metrics, the JSONL log, and one line for the eye."""
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from dspark.config import RunConfig
+from dspark.distributed import sum_over_ranks
+from dspark.files import write_whole
+from dspark.train.objective import Metrics
+
+METRICS = "metrics.jsonl"
+Row = dict[str, float]
+
+
+class PooledMetrics:
+    """Numerators and denominators since the last row, divided only when steps and ranks are summed."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._start_seconds = time.perf_counter()
+
+    def add(self, metrics: Metrics) -> None:
+        """Add one step's pairs; nothing is read back from the device."""
+        for name, (numerator, denominator) in metrics.items():
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (before[0] + numerator, before[1] + denominator)
+
+    def row(self, step: int, rate: float) -> Row:
+        """Pool over steps and ranks and start anew; every rank calls it and gets the same row.
+
+        ``step`` counts the steps done. Besides the metrics, which are left out where nothing was counted, a row holds
+        the learning rate, ``acceptance_length`` (estimated, with the bonus token) and ``tokens_per_second``.
+        """
+        names = sorted(self._sums)
+        totals_M2 = sum_over_ranks(torch.stack([torch.stack(self._sums[name]) for name in names])).tolist()
+        pooled = {name: top / bottom for name, (top, bottom) in zip(names, totals_M2, strict=True) if bottom}
+        now = time.perf_counter()
+        del pooled["tokens"]
+        tokens_per_second = totals_M2[names.index("tokens")][0] / (now - self._start_seconds)
+        self._sums, self._start_seconds = {}, now
+        accepted = pooled.get("expected_acceptance_ratio", 0.0)
+        row = {"step": step, "learning_rate": rate, "acceptance_length": 1 + accepted}
+        return row | {"tokens_per_second": tokens_per_second} | pooled
+
+
+def start_trackers(accelerator: Accelerator, run: RunConfig) -> None:
+    """Open wandb and TensorBoard, as the run asks, inside the run folder and with the run's fields."""
+    sections = {name: part for name, part in run.model_dump(mode="json").items() if isinstance(part, dict)}
+    fields = {f"{name}.{key}": value for name, part in sections.items() for key, value in part.items()}
+    plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in fields.items()}
+    options = {"wandb": {"dir": str(run.train.folder), "name": run.name}}
+    accelerator.init_trackers("dspark", config=plain, init_kwargs=options)
+
+
+def append_row(folder: Path, row: Row) -> None:
+    """Add a row to the run's metrics.jsonl."""
+    with (folder / METRICS).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def drop_rows_after(folder: Path, step: int) -> None:
+    """Forget the rows behind a checkpoint's step, and a last line that a crash cut short, before a run resumes."""
+    path = folder / METRICS
+    if path.is_file():
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        write_whole(path, "".join(line + "\n" for line in kept))
+
+
+def describe(row: Row) -> str:
+    """A row in one line: loss, acceptance length, speed, learning rate."""
+    return (
+        f"step {row['step']}  loss {row['loss']:.4f}  acceptance length {row['acceptance_length']:.2f}  "
+        f"{row['tokens_per_second']:,.0f} tokens/s  learning rate {row['learning_rate']:.2e}"
+    )

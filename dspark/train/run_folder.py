@@ -1,0 +1,61 @@
+"""The folder of a run: which run it belongs to, and where each launch came from."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark.config import RunConfig, load_run, save_run
+from dspark.errors import ConfigError
+from dspark.files import file_sha256, partial_of, put_in_place, write_whole
+from dspark.provenance import describe_launch
+
+RUN, PROVENANCE = "run.yaml", "provenance.json"
+RECORD = "record_manifest_sha256"
+SAME_WHEN_RESUMED = ("seed", "draft", "objective")
+
+
+def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -> None:
+    """Refuse to train into a folder that holds another run. Reads only; every process may call it.
+
+    Raises: ConfigError when the folder holds a run and ``is_resumed`` is false, or the run to resume has another seed,
+    draft, objective or record. Steps, learning rate and the like may change; the folder's run.yaml then follows.
+    """
+    folder = run.train.folder
+    path = folder / RUN
+    if not path.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(f"{folder}: not empty and holds no run; choose another train.folder")
+        return
+    if not is_resumed:
+        raise ConfigError(
+            f"{folder}: holds a run already; pass --resume to go on with it, or choose another train.folder"
+        )
+    before, now = load_run(path).model_dump(mode="json"), run.model_dump(mode="json")
+    pairs = {section: (before[section], now[section]) for section in SAME_WHEN_RESUMED}
+    earlier = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))[-1]
+    pairs[RECORD] = (earlier[RECORD], launch[RECORD])
+    for name, (there, here) in pairs.items():
+        if there != here:
+            raise ConfigError(
+                f"{path}: {name} is {there} there and {here} now; a resumed run keeps it, "
+                f"so choose another train.folder for a new run"
+            )
+
+
+def write_run_folder(run: RunConfig, launch: dict[str, Any]) -> None:
+    """Create the folder, write run.yaml, and add this launch to provenance.json, a list. One process calls it."""
+    folder = run.train.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    save_run(run, partial_of(folder / RUN))
+    put_in_place(partial_of(folder / RUN), folder / RUN)
+    path = folder / PROVENANCE
+    launches = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    write_whole(path, json.dumps([*launches, launch], indent=2) + "\n")
+
+
+def describe_training(command: Sequence[str], manifest: Path, processes: str) -> dict[str, Any]:
+    """Where a launch came from (``dspark.provenance``), and the sha256 of the record's manifest."""
+    launch = describe_launch(command)
+    launch["hardware"]["processes"] = processes
+    return launch | {RECORD: file_sha256(manifest)}

@@ -1,0 +1,141 @@
+"""One optimisation step: forward and backward over the accumulation window, then, if all is finite, the move."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from dspark.config import RunConfig
+from dspark.distributed import gather_over_ranks, sum_over_ranks, world_size
+from dspark.draft.anchors import BlockTargets, block_targets
+from dspark.draft.model import DraftModel
+from dspark.errors import TrainingError
+from dspark.train.batches import Batch
+from dspark.train.objective import Metrics, denominators, objective, teacher_logits
+from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a step works on: the draft, the same draft and its optimizer as accelerate prepared them, and the run."""
+
+    accelerator: Accelerator
+    draft: DraftModel
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    run: RunConfig
+
+    @property
+    def engine(self) -> Any:
+        """``wrapped`` when it is a DeepSpeed engine, which clips and moves by itself; else None."""
+        return self.wrapped if self.accelerator.distributed_type == DistributedType.DEEPSPEED else None
+
+
+def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
+    """Take step ``step`` on this process's micro-batches; every process calls it with its own.
+
+    Losses are summed over processes and micro-steps and divided by denominators pooled over all of them beforehand,
+    so the gradient does not depend on how the sequences were split.
+
+    Returns: this process's (numerator, denominator) pairs, detached, to be summed before dividing.
+    Raises: TrainingError on every process when a loss or gradient is not finite; the optimizer has not moved then.
+    """
+    run, device = learner.run, learner.accelerator.device
+    targets = [_targets(batch, run.draft.block_size) for batch in window]
+    local = torch.stack([denominators(each, run.objective.decay_positions) for each in targets]).sum(0)
+    pooled = sum_over_ranks(local.to(device))
+    losses, metrics = [], []
+    for place, (batch, target) in enumerate(zip(window, targets, strict=True)):
+        is_last = place == len(window) - 1
+        with _gradient_exchange(learner, is_last):
+            loss, found = _loss(learner, batch.to(device), target, pooled, step)
+            _backward(learner, loss * world_size())
+        losses.append(loss.detach())
+        metrics.append(found | {"tokens": (batch.lengths_B.sum(), torch.ones(()))})
+    _refuse_non_finite_losses(torch.stack(losses), window, step)
+    set_learning_rate(learner.optimizer, learning_rate(step, run.train))
+    norm = _move(learner, window, step)
+    share = torch.tensor(1 / world_size())
+    once = {"loss": (torch.stack(losses).sum(), share), "gradient_norm": (norm * share, share)}
+    return _summed([*metrics, once], device)
+
+
+def _targets(batch: Batch, block_size: int) -> BlockTargets:
+    return block_targets(batch.ids_BT, batch.loss_mask_BT, batch.lengths_B, batch.anchors_BA, batch.keep_BA, block_size)
+
+
+def _loss(learner: Learner, batch: Batch, targets: BlockTargets, pooled: Tensor, step: int) -> tuple[Tensor, Metrics]:
+    section, block_size, device = learner.run.objective, learner.run.draft.block_size, pooled.device
+    output = learner.wrapped(batch.ids_BT, batch.taps_BTLD, batch.anchors_BA, batch.keep_BA)
+    assert learner.draft.head_VD is not None
+    with torch.no_grad():
+        teacher_BAKV = teacher_logits(batch.last_hidden_BTD, batch.anchors_BA, block_size, learner.draft.head_VD)
+    here = BlockTargets(targets.label_ids_BAK.to(device), targets.valid_BAK.to(device))
+    return objective(output, teacher_BAKV, here, section, acceptance_weight(step, section), pooled)
+
+
+def _gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:
+    """Exchange gradients in the last micro-step only (ZeRO-2 keeps a part of them, so it reduces in each)."""
+    if learner.engine:
+        learner.engine.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+    exchange: AbstractContextManager[None] = learner.accelerator.no_sync(learner.wrapped)
+    return nullcontext() if is_last else exchange
+
+
+def _backward(learner: Learner, loss: Tensor) -> None:
+    if learner.engine:
+        learner.engine.backward(loss, scale_wrt_gas=False)
+    else:
+        torch.autograd.backward(loss)
+
+
+def _move(learner: Learner, window: Sequence[Batch], step: int) -> Tensor:
+    """Clip and move unless a gradient is not finite. Returns: the gradient norm before clipping."""
+    if learner.engine:
+        learner.engine.step()
+        is_finite = not learner.engine.optimizer.overflow
+        norm = torch.as_tensor(learner.engine.get_global_grad_norm(), device=learner.accelerator.device)
+    else:
+        limit = learner.run.train.max_grad_norm
+        norm = learner.accelerator.clip_grad_norm_(learner.draft.parameters(), limit)
+        is_finite = bool(torch.isfinite(norm))
+        if is_finite:
+            learner.optimizer.step()
+        learner.optimizer.zero_grad()
+    if not is_finite:
+        raise TrainingError(_message("gradient", step, _indices(window, norm.device)))
+    return norm.detach()
+
+
+def _refuse_non_finite_losses(losses_M: Tensor, window: Sequence[Batch], step: int) -> None:
+    is_bad_WM = gather_over_ranks((~torch.isfinite(losses_M)).long()).bool()
+    if is_bad_WM.any():
+        raise TrainingError(_message("loss", step, _indices(window, losses_M.device)[is_bad_WM]))
+
+
+def _indices(window: Sequence[Batch], device: torch.device) -> Tensor:
+    """Record indices of the step's sequences on all processes: [world_size, micro-steps, B]."""
+    return gather_over_ranks(torch.tensor([batch.indices for batch in window], device=device))
+
+
+def _message(what: str, step: int, indices: Tensor) -> str:
+    return (
+        f"step {step}: the {what} is not finite; the optimizer has not moved. Sequences of the record: "
+        f"{sorted(set(indices.flatten().tolist()))}; look at them, or lower train.learning_rate and resume"
+    )
+
+
+def _summed(parts: Sequence[Metrics], device: torch.device) -> Metrics:
+    sums: Metrics = {}
+    for part in parts:
+        for name, pair in part.items():
+            numerator, denominator = (value.to(device, torch.float64) for value in pair)
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + numerator, before[1] + denominator)
+    return sums

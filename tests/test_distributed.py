@@ -1,0 +1,41 @@
+"""A launch that accelerate would turn into something else is refused, and sums mean the same with one process."""
+
+import pytest
+import torch
+from training_run import make_run
+
+from dspark.distributed import check_launch, gather_over_ranks, start_accelerator, sum_over_ranks, world_size
+from dspark.errors import ConfigError
+
+
+def test_processes_that_would_train_apart_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"started 2 processes but this one trains in a group of 1.*--multi_gpu"):
+        check_launch(1, {"WORLD_SIZE": "2"}, ())
+
+
+@pytest.mark.parametrize("option", ["--num_processes 2", "--num-processes 2", "--num_processes=2"])
+def test_fewer_processes_than_asked_for_are_refused(option: str) -> None:
+    launcher = ["python3", "accelerate", "launch", "--cpu", *option.split(), "train.py"]
+    with pytest.raises(ConfigError, match="asked for 2 processes and started 1"):
+        check_launch(1, {}, launcher)
+
+
+def test_what_was_asked_for_passes() -> None:
+    launcher = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "train.py"]
+    check_launch(2, {"WORLD_SIZE": "2"}, launcher)
+    check_launch(1, {}, ["accelerate", "launch", "train.py"])
+    check_launch(1, {}, ["bash"])
+
+
+def test_deepspeed_that_does_not_start_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="DeepSpeed was asked for but accelerate trains without it"):
+        start_accelerator(make_run(tmp_path).train, {"ACCELERATE_USE_DEEPSPEED": "true"}, ())
+
+
+def test_one_process_sums_to_itself() -> None:
+    value = torch.tensor([1.0, 2.0])
+    total = sum_over_ranks(value)
+    total += 1
+    assert value.tolist() == [1.0, 2.0]
+    assert gather_over_ranks(value).tolist() == [[1.0, 2.0]]
+    assert world_size() == 1

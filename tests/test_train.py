@@ -1,0 +1,273 @@
+"""The training door as a user runs it: from a record to a draft, stopped and resumed, on one process and on two."""
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tiny import write_tiny_ling
+from training_run import make_sequences, run_fields, write_record, write_run
+from typer.testing import CliRunner
+
+import train
+from dspark.config import load_run
+from dspark.errors import CheckpointError, ConfigError, RecordError
+from dspark.export import read_draft
+from dspark.target.loading import load_tables
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+LAST = "checkpoints/step-00000010"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a record, config.yaml, and in run/ the ten steps of it in one process."""
+    folder = tmp_path_factory.mktemp("training")
+    train.main(write_run(folder))
+    return folder
+
+
+def half_way(place: Path, folder: Path) -> list[str]:
+    """The run as a kill after step 7 leaves it. Returns: the override that resumes there."""
+    shutil.copytree(place / "run", folder)
+    shutil.rmtree(folder / LAST)
+    shutil.rmtree(folder / "draft")
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(rows[:4]) + '\n{"step": 7, "lo')
+    return [f"train.folder={folder}"]
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+
+
+def assert_same(folder: Path, expected: Path, tolerance: float) -> None:
+    for file in ("draft.safetensors", "moments.safetensors"):
+        found, wanted = load_file(folder / LAST / file), load_file(expected / LAST / file)
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(
+                tensor, wanted[name], rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    state, wanted_state = (json.loads((each / LAST / "state.json").read_text()) for each in (folder, expected))
+    assert (state["step"], state["sequences_seen"]) == (wanted_state["step"], wanted_state["sequences_seen"])
+    for row, wanted_row in zip(rows_of(folder), rows_of(expected), strict=True):
+        assert row == pytest.approx(wanted_row, rel=max(tolerance, 1e-12) * 100)
+
+
+def launch(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "DS_"))}
+    variables = inherited | {"PATH": f"{BIN}:{os.environ['PATH']}"} | environment
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_ten_steps_are_five_and_five_bit_for_bit(place: Path, tmp_path: Path) -> None:
+    train.main(place / "config.yaml", half_way(place, tmp_path / "run"), resume=True)
+    assert_same(tmp_path / "run", place / "run", tolerance=0.0)
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "run" / "draft" / file).read_bytes() == (place / "run" / "draft" / file).read_bytes()
+    assert len(json.loads((tmp_path / "run" / "provenance.json").read_text())) == 2
+
+
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(place: Path, tmp_path: Path) -> None:
+    overrides = [f"train.folder={tmp_path / 'run'}"]
+    command = [sys.executable, "train.py", "--config", str(place / "config.yaml"), "--set", overrides[0]]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (tmp_path / "run" / "checkpoints" / "step-00000005").is_dir():
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    train.main(place / "config.yaml", overrides, resume=True)
+    assert_same(tmp_path / "run", place / "run", tolerance=0.0)
+
+
+def test_two_processes_learn_what_one_does(place: Path, tmp_path: Path) -> None:
+    done = launch(
+        "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0",
+        "train.py", "--config", str(place / "config.yaml"),
+        "--set", f"train.folder={tmp_path / 'run'}", "--set", "train.accumulation_steps=2",
+        ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu, MULTI_CPU" in done.stdout
+    assert_same(tmp_path / "run", place / "run", tolerance=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "is_resumed"), [(1, True), (2, False)])
+def test_deepspeed_learns_what_one_process_does_and_goes_on_with_its_checkpoints(
+    place: Path, tmp_path: Path, request: pytest.FixtureRequest, stage: int, is_resumed: bool
+) -> None:
+    extensions = request.config.cache.mkdir("torch_extensions")  # DeepSpeed compiles one op, the first time only
+    overrides = [f"train.folder={tmp_path / 'run'}"]
+    if is_resumed:
+        half_way(place, tmp_path / "run")
+    done = launch(
+        "accelerate", "launch", "--config_file", f"configs/accelerate/deepspeed_zero{stage}.yaml",
+        "--num_processes", "2", "--main_process_port", "0",
+        "train.py", "--config", str(place / "config.yaml"), *(["--resume"] if is_resumed else []),
+        "--set", overrides[0], "--set", "train.accumulation_steps=2",
+        DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(extensions),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu, DEEPSPEED" in done.stdout
+    assert_same(tmp_path / "run", place / "run", tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "command", ["accelerate launch --cpu --num_processes 2 train.py", "accelerate-launch --num-processes=2"]
+)
+def test_a_launch_that_would_train_on_fewer_processes_than_asked_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(train, "parent_command", lambda: ["python3", *command.split()])
+    with pytest.raises(ConfigError, match=r"asked for 2 processes and started 1 .*ACCELERATE_USE_CPU=true"):
+        train.main(place / "config.yaml", [f"train.folder={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(tmp_path / "none.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {tmp_path / 'none.yaml'}: no such file")
+    assert shown.count("\n") == 1
+
+
+def test_help_gives_examples() -> None:
+    shown = CliRunner().invoke(train.app, ["--help"]).stdout
+    assert "accelerate launch train.py --config configs/nano.yaml" in " ".join(shown.split())
+
+
+def test_the_run_folder_says_which_run_and_where_it_came_from(place: Path) -> None:
+    assert load_run(place / "run" / "run.yaml") == load_run(place / "config.yaml")
+    [entry] = json.loads((place / "run" / "provenance.json").read_text())
+    assert {"commit", "versions", "hardware", "command", "record_manifest_sha256", "time"} <= entry.keys()
+    assert [row["step"] for row in rows_of(place / "run")] == [2, 4, 5, 6, 8, 10]
+    assert rows_of(place / "run")[-1]["acceptance_length"] > 1
+
+
+def test_the_written_draft_is_the_trained_one(place: Path) -> None:
+    tables = load_tables(place / "target")
+    draft = read_draft(place / "run" / "draft", tables)
+    trained = load_file(place / "run" / LAST / "draft.safetensors")
+    assert all(torch.equal(tensor, trained[name].bfloat16().float()) for name, tensor in draft.state_dict().items())
+    config = json.loads((place / "run" / "draft" / "config.json").read_text())
+    assert config["architectures"] == ["LingDSparkModel"]
+    assert config["num_anchors"] == 6
+
+
+def test_the_draft_learns_the_record_by_heart(place: Path, tmp_path: Path) -> None:
+    overrides = [f"train.folder={tmp_path / 'run'}", "train.steps=60", "train.learning_rate=2e-2"]
+    train.main(place / "config.yaml", overrides)
+    first, *_, last = rows_of(tmp_path / "run")
+    assert last["acceptance_length"] > first["acceptance_length"] + 0.5
+    assert last["loss"] < 0.8 * first["loss"]
+
+
+def test_training_may_start_from_an_exported_draft(place: Path, tmp_path: Path) -> None:
+    start = [f"train.init_from={place / 'run' / 'draft'}", f"train.folder={tmp_path / 'run'}", "train.steps=1"]
+    train.main(place / "config.yaml", [*start, "train.learning_rate=1e-9"])
+    tables = load_tables(place / "target")
+    found, wanted = (read_draft(each / "run" / "draft", tables).state_dict() for each in (tmp_path, place))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    with pytest.raises(ConfigError, match=r"init_from .*block_size is 4 there and 5 in the run"):
+        train.main(place / "config.yaml", [*start, "draft.block_size=5", f"train.folder={tmp_path / 'other'}"])
+
+
+def test_wandb_stays_offline_and_tensorboard_writes_into_the_run_folder(place: Path, tmp_path: Path) -> None:
+    overrides = [f"train.folder={tmp_path / 'run'}", "train.steps=2", "train.trackers=[wandb, tensorboard]"]
+    train.main(place / "config.yaml", overrides)
+    assert list((tmp_path / "run").rglob("offline-run-*/*.wandb"))
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+
+def changed(place: Path, folder: Path, **sections: dict[str, Any]) -> Path:
+    """config.yaml with other fields and its own run folder."""
+    fields = run_fields(place)
+    for section, values in ({"train": {"folder": str(folder / "run")}} | sections).items():
+        fields[section] |= values
+    (folder / "changed.yaml").write_text(yaml.safe_dump(fields))
+    return folder / "changed.yaml"
+
+
+def test_a_folder_that_holds_a_run_is_refused_without_resume(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds a run already; pass --resume"):
+        train.main(place / "config.yaml")
+
+
+@pytest.mark.parametrize("override", ["seed=1", "draft.markov_rank=4", "objective.confidence=0.5"])
+def test_a_run_is_not_resumed_as_another_run(place: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{override.split('.')[0].split('=')[0]} is .* there and .* now"):
+        train.main(place / "config.yaml", [override], resume=True)
+
+
+def test_a_run_is_not_resumed_on_another_record(place: Path, tmp_path: Path) -> None:
+    write_record(tmp_path / "record", place / "target", make_sequences(seed=1))
+    with pytest.raises(ConfigError, match=r"record_manifest_sha256 is"):
+        train.main(place / "config.yaml", [f"record.folder={tmp_path / 'record'}"], resume=True)
+
+
+def test_a_record_of_another_target_or_of_other_taps_is_refused(place: Path, tmp_path: Path) -> None:
+    other = write_tiny_ling(tmp_path / "target", seed=1)
+    with pytest.raises(RecordError, match=r"the record was made from target with fingerprint"):
+        train.main(changed(place, tmp_path, target={"path": str(other)}))
+    with pytest.raises(
+        RecordError, match=r"target_layer_ids \(0, 2, 4\), the run's draft.target_layer_ids is \(0, 2, 3\)"
+    ):
+        train.main(changed(place, tmp_path, draft={"target_layer_ids": [0, 2, 3]}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_shard_ends_the_run_with_its_name(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "record", tmp_path / "record")
+    shard = tmp_path / "record" / "shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(RecordError, match=r"shard-00000.safetensors: found sha256"):
+        train.main(changed(place, tmp_path, record={"folder": str(tmp_path / "record")}))
+
+
+def test_a_mask_token_whose_embedding_is_zero_is_refused(place: Path, tmp_path: Path) -> None:
+    target = write_tiny_ling(tmp_path / "target")
+    path = target / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.word_embeddings.weight"][317] = 0
+    save_file(tensors, path)
+    write_record(tmp_path / "record", target, make_sequences())
+    sections = {"target": {"path": str(target)}, "record": {"folder": str(tmp_path / "record")}}
+    with pytest.raises(ConfigError, match=r"mask_token_id 317: its embedding has norm 0"):
+        train.main(changed(place, tmp_path, draft={"mask_token_id": 317}, **sections))
+
+
+def test_a_mask_token_that_ends_answers_is_refused_before_training(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mask_token_id 302 is the target's end or padding token"):
+        train.main(changed(place, tmp_path, draft={"mask_token_id": 302}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_can_be_used(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "run", tmp_path / "run")
+    with (tmp_path / "run" / LAST / "draft.safetensors").open("r+b") as stream:
+        stream.truncate(1000)
+    overrides = [f"train.folder={tmp_path / 'run'}"]
+    with pytest.raises(CheckpointError, match=r"step-00000010.draft.safetensors: damaged.*delete"):
+        train.main(place / "config.yaml", overrides, resume=True)
+    shutil.rmtree(tmp_path / "run" / LAST)
+    train.main(place / "config.yaml", overrides, resume=True)
+    assert_same(tmp_path / "run", place / "run", tolerance=0.0)

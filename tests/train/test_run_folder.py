@@ -1,0 +1,60 @@
+"""A run folder belongs to one run, and says where every launch came from."""
+
+import json
+from pathlib import Path
+
+import pytest
+from training_run import make_run
+
+from dspark.config import load_run
+from dspark.errors import ConfigError
+from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder
+
+LAUNCH = {"record_manifest_sha256": "1" * 64}
+
+
+def test_a_new_or_empty_folder_is_fine(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    check_run_folder(run, LAUNCH, is_resumed=False)
+    run.train.folder.mkdir()
+    check_run_folder(run, LAUNCH, is_resumed=True)
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.train.folder.mkdir()
+    (run.train.folder / "thesis.txt").write_text("all there is")
+    for is_resumed in (False, True):
+        with pytest.raises(ConfigError, match="not empty and holds no run"):
+            check_run_folder(run, LAUNCH, is_resumed)
+
+
+def test_a_resumed_run_may_take_longer_but_not_learn_something_else(tmp_path: Path) -> None:
+    write_run_folder(make_run(tmp_path), LAUNCH)
+    longer = make_run(tmp_path, steps=20, save_every_steps=7)
+    check_run_folder(longer, LAUNCH, is_resumed=True)
+    with pytest.raises(ConfigError, match="seed is 0 there and 3 now"):
+        check_run_folder(longer.model_copy(update={"seed": 3}), LAUNCH, is_resumed=True)
+    with pytest.raises(ConfigError, match="record_manifest_sha256"):
+        check_run_folder(longer, {"record_manifest_sha256": "2" * 64}, is_resumed=True)
+
+
+def test_every_launch_is_kept_and_the_run_is_the_last_one(tmp_path: Path) -> None:
+    write_run_folder(make_run(tmp_path), LAUNCH)
+    longer = make_run(tmp_path, steps=20)
+    write_run_folder(longer, LAUNCH | {"command": ["again"]})
+    assert load_run(longer.train.folder / "run.yaml") == longer
+    launches = json.loads((longer.train.folder / "provenance.json").read_text())
+    assert [launch.get("command") for launch in launches] == [None, ["again"]]
+    assert {path.name for path in longer.train.folder.iterdir()} == {"run.yaml", "provenance.json"}
+
+
+def test_a_launch_names_the_record_by_its_manifest(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    launch = describe_training(["train.py"], tmp_path / "manifest.json", "1 x cpu")
+    assert launch["record_manifest_sha256"].startswith("44136fa355b3678a")
+    assert launch["command"] == "train.py"
+    assert launch["versions"]["torch"]
+    (tmp_path / "manifest.json").write_text("{ }")
+    other = describe_training(["train.py"], tmp_path / "manifest.json", "")
+    assert other["record_manifest_sha256"] != launch["record_manifest_sha256"]

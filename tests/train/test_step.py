@@ -1,0 +1,118 @@
+"""One step: independent of how its sequences are split, clipped, and never taken on numbers that are not finite."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training_run import make_run, make_sequences
+
+from dspark.distributed import start_accelerator
+from dspark.errors import TrainingError
+from dspark.train.batches import Batch, Share, read_batch, window_draws
+from dspark.train.setup import fresh_draft, prepare
+from dspark.train.step import Learner, train_step
+
+
+def make_learner(folder: Path, **train: Any) -> Learner:
+    run = make_run(folder, **train)
+    draft = fresh_draft(run.draft, run.seed)
+    generator = torch.Generator().manual_seed(5)
+    shape = (run.draft.vocab_size, run.draft.hidden_size)
+    draft.bind(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    return prepare(start_accelerator(run.train, {}, ()), draft, run)
+
+
+def make_window(learner: Learner) -> list[Batch]:
+    train, sequences = learner.run.train, make_sequences()
+    share = Share(train.batch_size, train.accumulation_steps, 0, 1)
+    return [read_batch(sequences, draws, 6, 0) for draws in window_draws(len(sequences), 0, 0, share)]
+
+
+def gradients(learner: Learner) -> Tensor:
+    """The clipped gradient of the first step, from AdamW's first moment."""
+    rate = 1 - learner.run.train.betas[0]
+    moments = [learner.optimizer.state[parameter]["exp_avg"] / rate for parameter in learner.draft.parameters()]
+    return torch.cat([moment.flatten() for moment in moments])
+
+
+def test_gradient_and_loss_do_not_depend_on_how_a_step_is_split(tmp_path: Path) -> None:
+    found = []
+    for batch_size, accumulation_steps in ((4, 1), (1, 4), (2, 2)):
+        learner = make_learner(
+            tmp_path, batch_size=batch_size, accumulation_steps=accumulation_steps, max_grad_norm=1e6
+        )
+        metrics = train_step(learner, make_window(learner), step=2)
+        loss, length = (metrics[name][0] / metrics[name][1] for name in ("loss", "expected_acceptance_ratio"))
+        found.append((gradients(learner), loss, length))
+    for other in found[1:]:
+        for value, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    assert found[0][0].abs().max() > 0.1
+
+
+def test_the_step_of_the_whole_is_not_the_mean_of_the_steps_of_its_parts(tmp_path: Path) -> None:
+    """The test above can fail: these sequences weigh differently, so a loss normalised per micro-step differs."""
+    learner = make_learner(tmp_path)
+    whole = train_step(learner, make_window(learner), step=2)["loss"]
+    parts = [train_step(make_learner(tmp_path), [batch], step=2)["loss"] for batch in make_window(learner)]
+    mean = sum(float(top / bottom) for top, bottom in parts) / len(parts)
+    assert abs(mean - float(whole[0] / whole[1])) > 1e-3
+
+
+def test_the_gradient_is_clipped_and_its_norm_before_that_is_logged(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, max_grad_norm=0.01)
+    norm, share = train_step(learner, make_window(learner), step=0)["gradient_norm"]
+    assert norm / share > 0.05
+    torch.testing.assert_close(gradients(learner).norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
+def test_a_step_changes_every_parameter_and_no_table(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    before = {name: tensor.clone() for name, tensor in learner.draft.state_dict().items()}
+    head_VD = learner.draft.head_VD.clone()
+    train_step(learner, make_window(learner), step=2)
+    assert [name for name, tensor in learner.draft.state_dict().items() if torch.equal(tensor, before[name])] == []
+    assert torch.equal(learner.draft.head_VD, head_VD)
+
+
+def test_a_confidence_head_without_weight_gets_a_gradient_of_zero(tmp_path: Path) -> None:
+    """Data parallel training waits for the gradient of every parameter."""
+    learner = make_learner(tmp_path)
+    objective = learner.run.objective.model_copy(update={"confidence": 0.0})
+    learner = replace(learner, run=learner.run.model_copy(update={"objective": objective}))
+    train_step(learner, make_window(learner), step=0)
+    for parameter in learner.draft.confidence_head.parameters():
+        assert not learner.optimizer.state[parameter]["exp_avg"].any()
+
+
+def unmoved(learner: Learner, window: list[Batch], message: str) -> None:
+    before = {name: tensor.clone() for name, tensor in learner.draft.state_dict().items()}
+    with pytest.raises(TrainingError, match=message):
+        train_step(learner, window, step=7)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.draft.state_dict().items())
+    assert not learner.optimizer.state
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer_moves_and_names_the_sequence(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    window = make_window(learner)
+    window[2].last_hidden_BTD[:] = float("nan")
+    unmoved(learner, window, rf"step 7: the loss is not finite.*\[{window[2].indices[0]}\]")
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_moves(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    window = make_window(learner)
+    learner.draft.fc.weight.register_hook(lambda gradient: gradient * float("inf"))
+    indices = sorted(batch.indices[0] for batch in window)
+    unmoved(learner, window, rf"step 7: the gradient is not finite.*{indices}".replace("[", r"\[").replace("]", r"\]"))
+
+
+def test_a_step_without_a_valid_slot_learns_nothing(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    window = [replace(batch, keep_BA=torch.zeros_like(batch.keep_BA)) for batch in make_window(learner)]
+    assert float(train_step(learner, window, step=2)["loss"][0]) == 0.0
+    assert not gradients(learner).any()

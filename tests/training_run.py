@@ -1,0 +1,119 @@
+"""A small run for the training tests: a target folder, a record of made-up states, and the run that trains on it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tiny import MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
+
+from dspark.config import RunConfig
+from dspark.record.format import Manifest
+from dspark.record.writer import open_writer
+from dspark.target.loading import target_fingerprint
+from dspark.types import RecordedSequence
+
+WIDTH, TAPS = 32, (0, 2, 4)
+LENGTHS = (19, 40, 26, 33, 12, 28, 37)
+
+
+def make_sequences(seed: int = 0) -> list[RecordedSequence]:
+    """Sequences of several lengths whose supervised parts differ a lot; the states are random."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for number, length in enumerate(LENGTHS):
+        loss_mask_T = torch.arange(length) >= (3 if number % 2 else length - 6)
+        last_hidden_TD = torch.randn(length, WIDTH, generator=generator)
+        last_hidden_TD[:-1][~loss_mask_T[1:]] = 0
+        last_hidden_TD[-1] = 0
+        ids_T = torch.randint(0, 300, (length,), generator=generator)
+        taps_TLD = torch.randn(length, len(TAPS), WIDTH, generator=generator)
+        sequences.append(RecordedSequence(ids_T, loss_mask_T, taps_TLD, last_hidden_TD))
+    return sequences
+
+
+def write_record(folder: Path, target: Path, sequences: list[RecordedSequence]) -> None:
+    """Store the sequences as ``dspark record`` would, in one shard."""
+    loss_mask_N = torch.cat([sequence.loss_mask_T for sequence in sequences])
+    lengths = [len(sequence.ids_T) for sequence in sequences]
+    hidden = [sequence.last_hidden_TD[:-1][sequence.loss_mask_T[1:]] for sequence in sequences]
+    description = Manifest(
+        target=target.name,
+        target_fingerprint=target_fingerprint(target),
+        tokenizer_fingerprint="0" * 64,
+        target_layer_ids=TAPS,
+        hidden_size=WIDTH,
+        vocab_size=VOCAB_SIZE,
+        dtype="float32",
+        answers="target",
+        is_thinking=False,
+        temperature=1.0,
+        text_sha256="0" * 64,
+        num_sequences=len(sequences),
+        num_tokens=sum(lengths),
+        num_supervised=int(loss_mask_N.sum()),
+        shard_tokens=sum(lengths),
+    )
+    open_writer(folder, description).write_shard(
+        0,
+        {
+            "offsets_S1": torch.tensor([0, *lengths]).cumsum(0),
+            "ids_N": torch.cat([sequence.ids_T for sequence in sequences]).int(),
+            "loss_mask_N": loss_mask_N,
+            "taps_NLD": torch.cat([sequence.taps_TLD for sequence in sequences]),
+            "last_hidden_MD": torch.cat(hidden),
+            "label_logprobs_M": torch.zeros(int(loss_mask_N.sum())),
+        },
+    )
+
+
+def run_fields(folder: Path, **train: Any) -> dict[str, Any]:
+    """A whole run as YAML would hold it; ``train`` changes fields of its train section."""
+    section = {
+        "folder": str(folder / "run"),
+        "steps": 10,
+        "batch_size": 1,
+        "accumulation_steps": 4,
+        "num_anchors": 6,
+        "learning_rate": 3e-3,
+        "save_every_steps": 5,
+        "log_every_steps": 2,
+    }
+    return {
+        "name": "test",
+        "target": {"path": str(folder / "target"), "dtype": "float32"},
+        "data": {"sources": ["none.jsonl"]},
+        "record": {"folder": str(folder / "record")},
+        "draft": {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": WIDTH,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "num_target_layers": 6,
+            "target_layer_ids": list(TAPS),
+            "block_size": 4,
+            "mask_token_id": MASK_TOKEN_ID,
+            "markov_rank": 8,
+        },
+        "objective": {"acceptance_warmup_steps": 3, "cross_entropy": 0.1},
+        "train": section | train,
+        "eval": {"tasks": ["none"]},
+    }
+
+
+def make_run(folder: Path, **train: Any) -> RunConfig:
+    """``run_fields`` as the program sees them."""
+    return RunConfig.model_validate(run_fields(folder, **train))
+
+
+def write_run(folder: Path, **train: Any) -> Path:
+    """Target, record and run.yaml on disk. Returns: the path of run.yaml."""
+    target = write_tiny_ling(folder / "target")
+    write_record(folder / "record", target, make_sequences())
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(run_fields(folder, **train)), encoding="utf-8")
+    return path

@@ -1,0 +1,145 @@
+"""Door: load a run, build the draft, step until done, save."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from dspark.config import RunConfig, load_run
+from dspark.distributed import parent_command, start_accelerator
+from dspark.draft.model import DraftModel
+from dspark.errors import DsparkError
+from dspark.export import FolderFields, read_draft, write_draft
+from dspark.export.draft_config import config_json
+from dspark.record.format import MANIFEST_FILE
+from dspark.record.reader import RecordReader
+from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
+from dspark.train.batches import Share, read_windows
+from dspark.train.checkpoint import Progress as TrainingProgress
+from dspark.train.checkpoint import checkpoints, gather_state, load_checkpoint, save_checkpoint
+from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_after, start_trackers
+from dspark.train.optimizer import learning_rate
+from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder
+from dspark.train.setup import bias_note, check_mask_row, check_record, fresh_draft, prepare
+from dspark.train.step import train_step
+
+EXAMPLES = """
+Examples:\n
+accelerate launch train.py --config configs/nano.yaml\n
+python train.py --config configs/nano.yaml --set train.steps=10 --set train.folder=runs/trial\n
+accelerate launch --config_file configs/accelerate/deepspeed_zero2.yaml train.py --config configs/ling-3.0-flash.yaml\n
+accelerate launch train.py --config configs/nano.yaml --resume
+"""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=EXAMPLES)
+def main(
+    config: Annotated[Path, typer.Option(help="The run, one YAML file; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in train.folder.")] = False,
+) -> None:
+    """Train a draft from a record and write it to <train.folder>/draft."""
+    run = load_run(config, tuple(overrides or ()))
+    os.environ.setdefault("WANDB_MODE", "offline")
+    accelerator = start_accelerator(run.train, os.environ, parent_command())
+    folder, is_main = run.train.folder, accelerator.is_main_process
+    share = Share(
+        run.train.batch_size, run.train.accumulation_steps, accelerator.process_index, accelerator.num_processes
+    )
+    reader = RecordReader(run.record.folder)
+    processes = f"{share.world_size} x {accelerator.device.type}"
+    launch = describe_training(sys.argv, reader.folder / MANIFEST_FILE, processes)
+    check_run_folder(run, launch, resume)
+    learner = prepare(accelerator, build_draft(run, reader), run)
+    done = TrainingProgress(step=0, sequences_seen=0)
+    if resume and (found := checkpoints(folder / "checkpoints")):
+        done = load_checkpoint(found[-1], learner.draft, learner.optimizer)
+    accelerator.wait_for_everyone()
+    if is_main:
+        write_run_folder(run, launch)
+        drop_rows_after(folder, done.step)
+    start_trackers(accelerator, run)
+    metrics = PooledMetrics()
+    with progress_bar(run, done.step, is_main) as show:
+        show(
+            f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
+            f"{processes}, {accelerator.distributed_type.value}, {accelerator.mixed_precision}"
+            + bias_note(reader.manifest, run.objective)
+        )
+        for window in read_windows(reader, run, share, share.starts(done.sequences_seen, run.train.steps - done.step)):
+            metrics.add(train_step(learner, window, done.step))
+            done = TrainingProgress(done.step + 1, done.sequences_seen + share.sequences_per_step)
+            is_saved = done.step % run.train.save_every_steps == 0 or done.step == run.train.steps
+            if is_saved or done.step % run.train.log_every_steps == 0:
+                row = metrics.row(done.step, learning_rate(done.step - 1, run.train))
+                accelerator.log(row, step=done.step)
+                if is_main:
+                    append_row(folder, row)
+                show(describe(row), done.step)
+            if is_saved:
+                state = gather_state(learner.draft, learner.optimizer)
+                if is_main:
+                    save_checkpoint(folder / "checkpoints", done, *state)
+    if is_main:
+        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | {"run": run.name})
+        show(f"wrote {folder / 'draft'}")
+    accelerator.end_training()
+
+
+def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
+    """A new draft, or the one to start from, bound to the target's tables, with the record checked against both."""
+    config_json(run.draft, folder_fields(run))  # what the export would refuse is refused before training
+    target = locate_target(run.target.path)
+    check_record(reader.manifest, run.draft, target_fingerprint(target))
+    embedding_VD, head_VD = (table_VD.to(getattr(torch, run.target.dtype)) for table_VD in load_tables(target))
+    check_mask_row(embedding_VD, run.draft)
+    if run.train.init_from is not None:
+        return read_draft(Path(run.train.init_from), (embedding_VD, head_VD))
+    draft = fresh_draft(run.draft, run.seed)
+    draft.bind(embedding_VD, head_VD)
+    return draft
+
+
+def folder_fields(run: RunConfig) -> FolderFields:
+    """What the exported config.json says beside the architecture."""
+    facts = target_facts(run.target.path)
+    return FolderFields(
+        eos_token_id=next(
+            (token for token in facts.stop_token_ids if token != facts.pad_token_id), facts.stop_token_ids[0]
+        ),
+        pad_token_id=facts.pad_token_id,
+        bos_token_id=facts.bos_token_id,
+        num_anchors=run.train.num_anchors,
+        architecture="LingDSparkModel" if facts.architecture.startswith("Bailing") else "Qwen3DSparkModel",
+    )
+
+
+@contextmanager
+def progress_bar(run: RunConfig, done: int, is_main: bool) -> Iterator[Callable[..., None]]:
+    """A bar on the main process; yields ``show(line, step=None)``, which prints above it and moves it."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(soft_wrap=True), disable=not is_main) as progress:
+        task = progress.add_task(run.name, total=run.train.steps, completed=done)
+
+        def show(line: str, step: int | None = None) -> None:
+            if is_main:
+                progress.console.print(line, highlight=False)
+                progress.update(task, completed=step)
+
+        yield show
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except DsparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
