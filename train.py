@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from dspark.config import RunConfig, load_run
 from dspark.distributed import parent_command, start_accelerator
 from dspark.draft.model import DraftModel
-from dspark.errors import DsparkError
+from dspark.errors import DraftMismatchError, DsparkError, one_line
 from dspark.export import FolderFields, read_draft, write_draft
 from dspark.export.draft_config import config_json
 from dspark.record.format import MANIFEST_FILE
@@ -89,7 +89,7 @@ def main(
                 if is_main:
                     save_checkpoint(folder / "checkpoints", done, *state)
     if is_main:
-        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | {"run": run.name})
+        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | origin_of(run, reader))
         show(f"wrote {folder / 'draft'}")
     accelerator.end_training()
 
@@ -98,6 +98,10 @@ def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
     """A new draft, or the one to start from, bound to the target's tables, with the record checked against both."""
     config_json(run.draft, folder_fields(run))  # what the export would refuse is refused before training
     target = locate_target(run.target.path)
+    if run.draft.num_target_layers != (num_layers := target_facts(target).num_layers):
+        raise DraftMismatchError(
+            f"draft.num_target_layers is {run.draft.num_target_layers}, the target {target} has {num_layers}; mend it"
+        )
     check_record(reader.manifest, run.draft, target_fingerprint(target))
     embedding_VD, head_VD = (table_VD.to(getattr(torch, run.target.dtype)) for table_VD in load_tables(target))
     check_mask_row(embedding_VD, run.draft)
@@ -108,13 +112,16 @@ def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
     return draft
 
 
+def origin_of(run: RunConfig, reader: RecordReader) -> dict[str, str]:
+    """What an exported draft came from: the run's name and the fingerprint of its target."""
+    return {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
+
+
 def folder_fields(run: RunConfig) -> FolderFields:
     """What the exported config.json says beside the architecture."""
     facts = target_facts(run.target.path)
     return FolderFields(
-        eos_token_id=next(
-            (token for token in facts.stop_token_ids if token != facts.pad_token_id), facts.stop_token_ids[0]
-        ),
+        eos_token_id=facts.eos_token_id,
         pad_token_id=facts.pad_token_id,
         bos_token_id=facts.bos_token_id,
         num_anchors=run.train.num_anchors,
@@ -140,6 +147,6 @@ def progress_bar(run: RunConfig, done: int, is_main: bool) -> Iterator[Callable[
 if __name__ == "__main__":
     try:
         app()
-    except DsparkError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (DsparkError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None

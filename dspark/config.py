@@ -4,21 +4,39 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dspark.errors import ConfigError
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+
+def _refuse_truth(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {value}")
+    return value
+
+
+def _refuse_no_folder(path: Path) -> Path:
+    if path == Path() or "\0" in str(path):
+        raise ValueError(f"must name a folder, got {str(path)!r}")
+    return path
+
+
+IsNumber = BeforeValidator(_refuse_truth)
+PositiveInt = Annotated[int, Field(ge=1, lt=2**63), IsNumber]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), IsNumber]
+Width = Annotated[int, Field(ge=1, le=2**20), IsNumber]
+"""A size that memory is taken for; a slip of the keyboard is refused before the memory is asked for."""
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), IsNumber]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), IsNumber]
+Fraction = Annotated[float, Field(ge=0, le=1), IsNumber]
+Beta = Annotated[float, Field(ge=0, lt=1), IsNumber]
+Folder = Annotated[Path, AfterValidator(_refuse_no_folder)]
 
 
 class Section(BaseModel):
-    """A part of a run: frozen, unknown keys refused, no silent conversion between kinds."""
+    """A part of a run: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TargetSection(Section):
@@ -45,7 +63,7 @@ class DataSection(Section):
 class RecordSection(Section):
     """Where the target's own words and states are stored."""
 
-    folder: Path
+    folder: Folder
     max_tokens: PositiveInt = 4096
     """Longest sequence; a longer one is refused, never cut in silence."""
     shard_tokens: PositiveInt = 262_144
@@ -56,19 +74,19 @@ class DraftConfig(Section):
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
+    intermediate_size: Width
+    num_hidden_layers: Annotated[Width, Field(le=1000)]
+    num_attention_heads: Width
+    num_key_value_heads: Width
+    head_dim: Width
     max_position_embeddings: PositiveInt
     num_target_layers: PositiveInt
     target_layer_ids: tuple[NonNegativeInt, ...]
     """Zero-based target layer outputs, strictly increasing, at most num_target_layers - 2."""
-    block_size: PositiveInt = 8
+    block_size: Annotated[Width, Field(le=256)] = 8
     """Tokens drafted a round; the target verifies one more row."""
     mask_token_id: NonNegativeInt
-    markov_rank: PositiveInt = 256
+    markov_rank: Width = 256
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
@@ -110,11 +128,18 @@ class ObjectiveSection(Section):
     decay_positions: PositiveFloat = 4.0
     """Slot j weighs exp(-j / decay_positions) in every term but the acceptance length."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        weights = ("cross_entropy", "forward_kl", "total_variation", "acceptance_length")
+        if not any(getattr(self, weight) for weight in weights):
+            raise ValueError(f"one of {', '.join(weights)} must be above 0, or the draft learns nothing")
+        return self
+
 
 class TrainSection(Section):
     """The optimisation."""
 
-    folder: Path
+    folder: Folder
     steps: PositiveInt
     batch_size: PositiveInt = 1
     """Sequences per process and micro-step."""
@@ -124,7 +149,7 @@ class TrainSection(Section):
     min_learning_rate_ratio: Fraction = 0.0
     warmup_ratio: Fraction = 0.04
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     max_grad_norm: PositiveFloat = 1.0
     save_every_steps: PositiveInt = 500
     log_every_steps: PositiveInt = 10
@@ -165,8 +190,8 @@ def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a run description such as configs/nano.yaml")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
@@ -194,9 +219,20 @@ def describe_validation(error: ValidationError) -> str:
             lines.append(f"{place} is missing")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            found = "" if item["type"] == "value_error" else f", got {item['input']!r}"
+            found = "" if item["type"] == "value_error" else f", got {item['input']!r:.80}"
             lines.append(f"{place}: {message}{found}")
     return "; ".join(lines)
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which refuses a key given twice where plain YAML lets the last one win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -5,6 +5,16 @@ class DsparkError(Exception):
     """A mistake that the caller can mend; doors print its message without a traceback and exit with status 2."""
 
 
+def one_line(error: DsparkError | OSError) -> str:
+    """What a door prints: a DsparkError's own message, or the file that the system refused to read or write."""
+    if isinstance(error, DsparkError) or not error.strerror:
+        return str(error)
+    return (
+        f"{error.filename2 or error.filename or 'a file'}: {error.strerror}; what was written before stays. "
+        "Mend the path, its permissions or the free space, and run the same command again"
+    )
+
+
 class ConfigError(DsparkError, ValueError):
     """A run description or a model's config.json that cannot be used."""
 

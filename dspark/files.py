@@ -1,8 +1,20 @@
 """Files appear whole: written beside their place, flushed, renamed; and the checksum that says they still are."""
 
+import errno
+import fcntl
 import hashlib
+import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from dspark.errors import ConfigError
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -10,6 +22,14 @@ def write_whole(path: Path, text: str) -> None:
     beside = partial_of(path)
     beside.write_text(text, encoding="utf-8")
     put_in_place(beside, path)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; what the disk refuses is an OSError that names it, as with any other file."""
+    try:
+        save_file(dict(tensors), path, metadata)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def partial_of(path: Path) -> Path:
@@ -28,6 +48,37 @@ def flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Make the folder and be its only writer until the block ends, however the process ends.
+
+    Raises: ConfigError when another process writes there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ConfigError(f"{folder}: another process writes here; wait for it, or choose another folder") from error
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises: ConfigError when the file holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return values
 
 
 def file_sha256(path: Path) -> str:

@@ -38,6 +38,7 @@ def test_an_override_changes_one_value(run_file: Path) -> None:
         ("objective.forward_kl=-0.5", ["objective.forward_kl", "-0.5"]),
         ("objective.forward_kl=.nan", ["objective.forward_kl", "nan"]),
         ("train.learning_rate=.inf", ["train.learning_rate", "inf"]),
+        ("train.betas=[0.9, 1.0]", ["train.betas.1", "less than 1", "1.0"]),
         ("draft.target_layer_ids=[3, 1]", ["target_layer_ids", "strictly increasing", "[3, 1]"]),
         ("draft.target_layer_ids=[1, 99]", ["target_layer_ids", "[1, 99]"]),
         ("draft.mask_token_id=9999999", ["mask_token_id", "9999999"]),

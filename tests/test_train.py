@@ -23,7 +23,7 @@ import train
 from dspark.config import load_run
 from dspark.errors import CheckpointError, ConfigError, RecordError
 from dspark.export import read_draft
-from dspark.target.loading import load_tables
+from dspark.target.loading import load_tables, target_fingerprint
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -169,6 +169,8 @@ def test_the_written_draft_is_the_trained_one(place: Path) -> None:
     config = json.loads((place / "run" / "draft" / "config.json").read_text())
     assert config["architectures"] == ["LingDSparkModel"]
     assert config["num_anchors"] == 6
+    made = json.loads((place / "run" / "draft" / "provenance.json").read_text())
+    assert made["target_fingerprint"] == target_fingerprint(place / "target")
 
 
 def test_the_draft_learns_the_record_by_heart(place: Path, tmp_path: Path) -> None:

@@ -63,7 +63,10 @@ def encode_prompt(chat: ChatFormat, conversation: Conversation) -> torch.Tensor:
     if not any(message["role"] == "user" and message["content"] for message in messages):
         roles = [message["role"] for message in conversation.messages]
         raise PromptError(f"{conversation.place}: found messages of {roles}; expected a user message with text")
-    return torch.tensor(_ids(chat, _render(chat, conversation, messages, is_open=True)))
+    ids = _ids(chat, _render(chat, conversation, messages, is_open=True))
+    if not ids:
+        raise PromptError(f"{conversation.place}: the chat template writes nothing; mend it or give rows with 'text'")
+    return torch.tensor(ids)
 
 
 def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded:
@@ -73,8 +76,11 @@ def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded
     reasoning after ``<think>`` is supervised) to its end-of-turn token. Header and content are tokenised apart, as they
     are when the target answers. In plain text every token but the first is supervised.
 
+    Turns are told apart by where the template puts them, never by their tokens: markers such as ``<role>`` that stand
+    in a user's text are read as special tokens, as runtimes read them, but never move the mask.
+
     Raises: PromptError for an empty conversation or assistant turn, a turn that the template does not write as header
-    plus content, or one without an end-of-turn token.
+    plus content, or one that does not hold exactly one end-of-turn token.
     Source: specs/ling-3.0.md 13; dspark.md 4.5.
     """
     if conversation.text is not None:
@@ -142,7 +148,13 @@ def _length_to_end_of_turn(chat: ChatFormat, conversation: Conversation, ids: li
             f"{conversation.place}: an assistant turn ends without any of the target's end-of-turn ids "
             f"{sorted(chat.stop_token_ids)}; check the chat template and eos_token_id in generation_config.json"
         )
-    return ends[-1] + 1
+    if len(ends) > 1:
+        raise PromptError(
+            f"{conversation.place}: an assistant turn goes on after an end-of-turn token "
+            f"{chat.tokenizer.convert_ids_to_tokens(ids[ends[0]])!r}, which the target never does; "
+            "take it out of the text, or give what follows as a turn of its own"
+        )
+    return ends[0] + 1
 
 
 def _render(
@@ -154,7 +166,7 @@ def _render(
         text = chat.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=is_open, enable_thinking=chat.is_thinking
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise PromptError(f"{conversation.place}: the chat template refuses the messages: {error}") from error
     assert isinstance(text, str)
     return text

@@ -91,8 +91,11 @@ def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield index, json.loads(line)
-            except ValueError as error:
+                row = json.loads(line)
+                if b"\\ud" in line.lower():
+                    json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
+                yield index, row
+            except (ValueError, RecursionError) as error:
                 raise PromptError(f"{source}:{index}: not valid JSON ({error}); {_EXPECTED} on every line") from error
 
 
@@ -101,7 +104,7 @@ def _parquet_rows(source: str) -> Iterator[Any]:
 
     try:
         yield from load_dataset("parquet", data_files=source, split="train", streaming=True)
-    except ValueError as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         raise PromptError(f"{source}: not a readable parquet file ({error}); copy or download it again") from error
 
 
@@ -110,7 +113,7 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
 
     try:
         rows: Iterable[Any] = load_dataset(source, split=split)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise PromptError(
             f"{source}: found no such file and no hub data set with split {split!r} ({error}); "
             "check data.sources and data.split, or download the data set first"
@@ -138,7 +141,7 @@ def _conversation(source: str, index: int, row: Any) -> Conversation:
 
 
 def _message(place: str, turn: int, item: Any) -> dict[str, Any]:
-    if isinstance(item, dict) and "from" in item:
+    if isinstance(item, dict) and isinstance(item.get("from"), str):
         item = {"role": _SHAREGPT_ROLES.get(item["from"], item["from"]), "content": item.get("value")}
     if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in ("role", "content")):
         raise PromptError(f"{place}: message {turn} is {item!r:.80}; expected 'role' and 'content', both text")

@@ -4,20 +4,21 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from dspark.config import describe_validation
-from dspark.data.chat import Encoded
+from dspark.data.chat import Encoded, digest
 from dspark.data.conversations import Conversation
 from dspark.errors import RecordError
 from dspark.files import write_whole
 
 RESPONSES_FILE = "responses.jsonl"
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Generate = Callable[[Sequence[torch.Tensor], int], list[torch.Tensor]]
 """The target's answers: prompts (int64 [T_b]) and the row number of the first -> new ids, the stop token included.
 
@@ -60,8 +61,8 @@ class _Row(BaseModel):
     text: str | None = None
     response: str
     finish_reason: Literal["stop", "length"]
-    prompt_ids: list[int]
-    response_ids: list[int]
+    prompt_ids: Annotated[list[TokenId], Field(min_length=1)]
+    response_ids: list[TokenId]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def write_responses(
     on disk. ``finish_reason`` is ``stop`` if the response ends with a stop token, else ``length``: then the target did
     not end its turn, and no end-of-turn token is added.
 
-    Raises: RecordError when the file was made from other prompts, another target or other settings.
+    Raises: RecordError when the file was made from other prompts, another target or other settings, or a line that
+    would be kept is no response.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _open_header(header, path)
@@ -129,24 +131,33 @@ def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
 
     Raises: RecordError naming the line that is not a row, or a file that does not hold every response.
     """
-    encoded = []
-    for line, row in enumerate(_lines(path), 1):
-        place = f"{path}:{line}"
-        try:
-            parsed = _Row.model_validate_json(row)
-        except ValidationError as error:
-            raise RecordError(
-                f"{place}: not a response ({describe_validation(error)}); delete this line and all after it, "
-                "then run dspark prepare again"
-            ) from error
-        ids_T = torch.tensor(parsed.prompt_ids + parsed.response_ids)
-        loss_mask_T = torch.arange(len(ids_T)) >= len(parsed.prompt_ids)
-        encoded.append(Encoded(ids_T, loss_mask_T, place))
+    encoded, prompts = [], []
+    for number, line in enumerate(_lines(path), 1):
+        row = _parse(path, number, line)
+        ids_T = torch.tensor(row.prompt_ids + row.response_ids)
+        loss_mask_T = torch.arange(len(ids_T)) >= len(row.prompt_ids)
+        encoded.append(Encoded(ids_T, loss_mask_T, f"{path}:{number}"))
+        prompts.append(torch.tensor(row.prompt_ids))
     if len(encoded) != header.num_prompts:
         raise RecordError(
             f"{path}: found {len(encoded)} responses, expected {header.num_prompts}; run dspark prepare again to finish"
         )
+    if digest(prompts) != header.prompts_sha256:
+        raise RecordError(
+            f"{path}: its prompt_ids are not those that {header_path(path).name} was written for; it "
+            "was altered: delete both files and run dspark prepare"
+        )
     return encoded
+
+
+def _parse(path: Path, number: int, line: bytes) -> _Row:
+    try:
+        return _Row.model_validate_json(line)
+    except ValidationError as error:
+        raise RecordError(
+            f"{path}:{number}: not a response ({describe_validation(error)}); delete this line and all after it, "
+            "then run dspark prepare again"
+        ) from error
 
 
 def _row(
@@ -190,7 +201,10 @@ def _keep_whole_batches(path: Path, batch_size: int, num_prompts: int) -> int:
     """Cut the file after its last whole batch; returns the number of rows kept."""
     if not path.is_file():
         return 0
-    lengths = [len(line) for line in _lines(path) if line.endswith(b"\n")]
+    whole = [line for line in _lines(path) if line.endswith(b"\n")]
+    for number, line in enumerate(whole, 1):
+        _parse(path, number, line)
+    lengths = [len(line) for line in whole]
     if len(lengths) > num_prompts:
         raise RecordError(
             f"{path}: found {len(lengths)} rows for {num_prompts} prompts; delete the file to start again"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dspark.errors import CheckpointError
+
 Uniforms = Callable[[], float]
 """A source of independent random numbers in [0, 1); each call takes the next one."""
 
@@ -71,8 +73,12 @@ def draw(probs_NV: torch.Tensor, uniforms_N: Sequence[float]) -> torch.Tensor:
 def sample(logits_NV: torch.Tensor, sampling: Sampling, uniforms_N: Sequence[float]) -> torch.Tensor:
     """Draw one id a row from its logits. Greedy rows ignore their uniform, as an inverse CDF of one-hot would.
 
-    Shapes: logits_NV float32 or float64. Returns ids_N int64.
+    Shapes: logits_NV float32 or float64. Returns ids_N int64. Raises: CheckpointError for logits that are no numbers.
     """
+    if bool(logits_NV.isnan().any()):
+        raise CheckpointError(
+            "the target's logits are not finite numbers; check its weights, or set target.dtype to float32"
+        )
     if sampling.is_greedy:
         return logits_NV.argmax(-1)
     return draw(token_probs(logits_NV, sampling), uniforms_N)

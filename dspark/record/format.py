@@ -62,7 +62,7 @@ class Manifest(_Part):
     """At which the target's own words were drawn, without top-p or top-k."""
     text_sha256: Sha256
     """Over the ids and loss masks of all sequences."""
-    num_sequences: Count
+    num_sequences: Annotated[int, Field(ge=1)]
     num_tokens: Count
     num_supervised: Count
     shard_tokens: Count

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from dspark.errors import RecordError
 from dspark.files import file_sha256
-from dspark.record.format import read_manifest
+from dspark.record.format import ShardEntry, read_manifest
 from dspark.types import RecordedSequence
 
 LOGPROB_TOLERANCE = {torch.bfloat16: 0.2, torch.float32: 2e-3, torch.float64: 2e-3}
@@ -97,6 +97,31 @@ class RecordReader:
         sequence = RecordedSequence(shard.ids_N[begin:end], loss_mask_T, taps_TLD, last_hidden_TD)
         return sequence, shard.file.get_slice("label_logprobs_M")[hidden_begin:hidden_end]
 
+    def _check_layout(self, path: Path, file: Any, entry: ShardEntry) -> None:
+        """Refuse a shard whose tensors are not those that the manifest describes; the numbers are not looked at."""
+        width, num_taps, dtype = self.manifest.hidden_size, len(self.manifest.target_layer_ids), self.manifest.dtype
+        expected = {
+            "offsets_S1": (entry.num_sequences + 1,),
+            "ids_N": (entry.num_tokens,),
+            "loss_mask_N": (entry.num_tokens,),
+            "taps_NLD": (entry.num_tokens, num_taps, width),
+            "last_hidden_MD": (entry.num_supervised, width),
+            "label_logprobs_M": (entry.num_supervised,),
+        }
+        names = set(file.keys())
+        found = {name: tuple(file.get_slice(name).get_shape()) if name in names else None for name in expected}
+        wrong = [
+            f"{name} is {found[name]}, expected {shape}" for name, shape in expected.items() if found[name] != shape
+        ]
+        if not wrong and file.get_slice("taps_NLD")[:0].dtype != self.manifest.torch_dtype:
+            wrong = [f"taps_NLD is not {dtype}"]
+        if not wrong and not _is_rising_to(file.get_tensor("offsets_S1").tolist(), entry.num_tokens):
+            wrong = [f"offsets_S1 do not rise from 0 to {entry.num_tokens}"]
+        if wrong:
+            raise RecordError(
+                f"{path}: not what the manifest says: {'; '.join(wrong)}; delete the record and record again"
+            )
+
     def _open(self, number: int) -> _Shard:
         entry = self.manifest.shards[number]
         path = self.folder / entry.file
@@ -108,12 +133,17 @@ class RecordReader:
                 "the shard is damaged: delete it and run dspark record again, which writes only what is missing"
             )
         file: Any = safe_open(path, framework="pt")
+        self._check_layout(path, file, entry)
         loss_mask_N = file.get_tensor("loss_mask_N")
         offsets_S1 = file.get_tensor("offsets_S1")
         hidden_offsets_N1 = torch.cat([torch.zeros(1, dtype=torch.int64), loss_mask_N.cumsum(0)])
         shard = _Shard(file, offsets_S1, hidden_offsets_N1[offsets_S1], file.get_tensor("ids_N").long(), loss_mask_N)
         self._shards[number] = shard
         return shard
+
+
+def _is_rising_to(offsets: list[int], end: int) -> bool:
+    return offsets == sorted(set(offsets)) and (offsets[0], offsets[-1]) == (0, end)
 
 
 def label_logprobs(hidden_MD: torch.Tensor, labels_M: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,9 @@ from pathlib import Path
 from shutil import disk_usage
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from dspark.errors import RecordError
-from dspark.files import file_sha256, partial_of, put_in_place, write_whole
+from dspark.files import file_sha256, partial_of, put_in_place, save_tensors, write_whole
 from dspark.record.format import MANIFEST_FILE, Manifest, ShardEntry, read_manifest, shard_name
 
 
@@ -39,7 +37,7 @@ class RecordWriter:
         path = self.folder / shard_name(index)
         beside = partial_of(path)
         try:
-            save_file(tensors, beside)
+            save_tensors(tensors, beside)
             sha256 = file_sha256(beside)
             put_in_place(beside, path)
             entry = ShardEntry(
@@ -53,7 +51,7 @@ class RecordWriter:
             shards = (*shards[:index], entry, *shards[index + 1 :])
             manifest = Manifest.model_validate(self.manifest.model_dump() | {"shards": shards})
             write_whole(self.folder / MANIFEST_FILE, manifest.model_dump_json(indent=1))
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             beside.unlink(missing_ok=True)
             raise RecordError(
                 f"{path}: cannot be written ({error}); {len(self.manifest.shards)} shards are complete and stay: "

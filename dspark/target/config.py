@@ -1,6 +1,5 @@
 """A Ling-3.0 target's config.json: the values that its computation depends on."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -9,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dspark.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, describe_validation
 from dspark.errors import ConfigError
+from dspark.files import read_json
 
 LING_ARCHITECTURE = "BailingMoeV3ForCausalLM"
 
@@ -52,7 +52,7 @@ class TargetConfig(BaseModel):
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)]
     num_attention_heads: PositiveInt
     head_dim: PositiveInt
     """Width of a key and of a value of the linear attention."""
@@ -60,7 +60,7 @@ class TargetConfig(BaseModel):
     first_k_dense_replace: NonNegativeInt
     moe_intermediate_size: PositiveInt
     moe_shared_expert_intermediate_size: PositiveInt
-    num_experts: PositiveInt
+    num_experts: Annotated[int, Field(ge=1, le=100_000)]
     num_experts_per_tok: PositiveInt
     num_shared_experts: PositiveInt
     n_group: PositiveInt
@@ -169,20 +169,6 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a model folder in Hugging Face layout")
     return read_json(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises: ConfigError when the file holds something else.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values
 
 
 def load_target_config(folder: Path | str) -> TargetConfig:

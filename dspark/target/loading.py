@@ -40,6 +40,11 @@ class TargetFacts:
     pad_token_id: int | None
     bos_token_id: int | None
 
+    @property
+    def eos_token_id(self) -> int:
+        """The first stop token that is not padding (Ling stops on both), or padding where nothing else stops."""
+        return next((token for token in self.stop_token_ids if token != self.pad_token_id), self.stop_token_ids[0])
+
 
 def locate_target(name_or_folder: str | Path) -> Path:
     """The folder of a target: a folder itself, a shipped or published name, or a repository in the local hub cache.
@@ -134,6 +139,9 @@ def target_facts(name_or_folder: str | Path) -> TargetFacts:
     for key in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
         if not values.get(key):
             raise ConfigError(f"{folder / 'config.json'}: {key} is missing")
+    for key in ("pad_token_id", "bos_token_id"):
+        if values.get(key) is not None and not (type(values[key]) is int and 0 <= values[key] < values["vocab_size"]):
+            raise ConfigError(f"{folder / 'config.json'}: {key} must be an id below vocab_size, got {values[key]!r}")
     return TargetFacts(
         architecture=values["architectures"][0],
         vocab_size=values["vocab_size"],

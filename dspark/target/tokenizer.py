@@ -7,21 +7,29 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from dspark.errors import CheckpointError, ConfigError
-from dspark.target.config import read_config_json, read_json
+from dspark.files import read_json
+from dspark.target.config import read_config_json
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; no code of the folder is run.
 
-    Raises: CheckpointError when there is no tokenizer.json, or when it knows ids that the model has no row for.
+    Raises: CheckpointError when there is no tokenizer.json, when one of them is damaged, or when it knows ids that the
+    model has no row for.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; download it from the model's repository")
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    try:
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder}: tokenizer.json, tokenizer_config.json or chat_template.jinja is damaged "
+            f"({type(error).__name__}: {error}); download them again"
+        ) from error
     vocab_size = read_config_json(folder).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if not isinstance(vocab_size, int) or largest >= vocab_size:
@@ -41,7 +49,7 @@ def stop_token_ids(folder: Path | str) -> tuple[int, ...]:
     if stated is None:
         stated = values.get("eos_token_id")
     ids = tuple(stated) if isinstance(stated, list) else (stated,)
-    if not ids or not all(isinstance(token, int) and 0 <= token < values.get("vocab_size", 0) for token in ids):
+    if not ids or not all(type(token) is int and 0 <= token < values.get("vocab_size", 0) for token in ids):
         raise ConfigError(
             f"{folder}: eos_token_id must be ids below vocab_size {values.get('vocab_size')}, got {stated!r}"
         )

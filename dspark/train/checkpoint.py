@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dspark.distributed import sum_over_ranks
 from dspark.errors import CheckpointError
-from dspark.files import file_sha256, flush
+from dspark.files import file_sha256, flush, save_tensors
 
 KEPT_CHECKPOINTS = 2
 STATE, PARAMETERS, MOMENTS = "state.json", "draft.safetensors", "moments.safetensors"
@@ -60,8 +60,8 @@ def save_checkpoint(
     partial = folder / f".{place.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(parameters, partial / PARAMETERS)
-    save_file(moments, partial / MOMENTS)
+    save_tensors(parameters, partial / PARAMETERS)
+    save_tensors(moments, partial / MOMENTS)
     state = asdict(progress) | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
     (partial / STATE).write_text(json.dumps(state | {"seal": _seal(state)}, indent=2) + "\n", encoding="utf-8")
     for path in [*partial.iterdir(), partial]:
@@ -75,7 +75,7 @@ def save_checkpoint(
 
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("step-*"))
+    return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
 def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
@@ -148,8 +148,10 @@ def _read_state(place: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         seal = state.pop("seal")
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: {error}; delete {place} to resume from the checkpoint before") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: damaged ({error!r}); delete {place} to resume from the checkpoint before"
+        ) from error
     if seal != _seal(state):
         raise CheckpointError(f"{path}: was altered; delete {place} to resume from the checkpoint before")
     return state

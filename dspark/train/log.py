@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dspark.config import RunConfig
 from dspark.distributed import sum_over_ranks
+from dspark.errors import CheckpointError
 from dspark.files import write_whole
 from dspark.train.objective import Metrics
 
@@ -64,12 +65,25 @@ def append_row(folder: Path, row: Row) -> None:
 
 
 def drop_rows_after(folder: Path, step: int) -> None:
-    """Forget the rows behind a checkpoint's step, and a last line that a crash cut short, before a run resumes."""
+    """Forget the rows behind a checkpoint's step, and a last line that a crash cut short, before a run resumes.
+
+    Raises: CheckpointError naming a line before the last that is no row.
+    """
     path = folder / METRICS
-    if path.is_file():
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        write_whole(path, "".join(line + "\n" for line in kept))
+    if not path.is_file():
+        return
+    kept = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            is_kept = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines):
+                raise CheckpointError(f"{path}:{number}: not a row of the log; delete this line and resume") from error
+            is_kept = False
+        if is_kept:
+            kept.append(line.decode() + "\n")
+    write_whole(path, "".join(kept))
 
 
 def describe(row: Row) -> str:

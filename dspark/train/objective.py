@@ -132,7 +132,7 @@ def objective(
     block cut short scores low but its gradient weighs like any other block's.
 
     Shapes: teacher_logits_BAKV from ``teacher_logits``; pooled float64 [2], ``denominators`` summed over ranks and
-    window. acceptance_weight is section.acceptance_length after its warm-up; 0 leaves the term out.
+    window. acceptance_weight is section.acceptance_length after its warm-up; it may be 0.
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
     agreement = compare(output.logits_BAKV, teacher_logits_BAKV, targets.label_ids_BAK)
@@ -150,10 +150,10 @@ def objective(
         "ratio": expected_acceptance_ratio(agreement, targets.valid_BAK),
         "teacher_forced": expected_acceptance_teacher_forced(agreement, targets.valid_BAK),
     }
-    # The confidence term stays in the graph at weight 0: data parallel training wants a gradient for every parameter.
+    # Terms stay in the graph at a passing weight of 0: data parallel training wants a gradient for every parameter.
     parts = [getattr(section, k) / weight * v for k, v in terms.items() if getattr(section, k) or k == "confidence"]
     local_weight, local_blocks = denominators(targets, section.decay_positions)
-    if acceptance_weight:
+    if section.acceptance_length:
         shortfall = local_blocks.to(dtype) - lengths[section.acceptance_form] / targets.valid_BAK.shape[-1]
         parts.append(acceptance_weight / num_blocks * shortfall)
     loss = torch.stack(parts).sum() if parts else output.logits_BAKV.sum() * 0

@@ -9,6 +9,7 @@ from dspark.config import RunConfig, load_run, save_run
 from dspark.errors import ConfigError
 from dspark.files import file_sha256, partial_of, put_in_place, write_whole
 from dspark.provenance import describe_launch
+from dspark.train.checkpoint import checkpoints
 
 RUN, PROVENANCE = "run.yaml", "provenance.json"
 RECORD = "record_manifest_sha256"
@@ -24,17 +25,20 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
     folder = run.train.folder
     path = folder / RUN
     if not path.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
+        # A launch that was killed at its first writes leaves provenance.json and hidden partial files, and no run.
+        if folder.is_dir() and any(not p.name.startswith(".") and p.name != PROVENANCE for p in folder.iterdir()):
             raise ConfigError(f"{folder}: not empty and holds no run; choose another train.folder")
         return
     if not is_resumed:
         raise ConfigError(
             f"{folder}: holds a run already; pass --resume to go on with it, or choose another train.folder"
         )
+    for place in checkpoints(folder / "checkpoints")[-1:]:
+        if int(place.name.removeprefix("step-")) > run.train.steps:
+            raise ConfigError(f"{place}: has done more than train.steps {run.train.steps}; raise train.steps to go on")
     before, now = load_run(path).model_dump(mode="json"), run.model_dump(mode="json")
     pairs = {section: (before[section], now[section]) for section in SAME_WHEN_RESUMED}
-    earlier = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))[-1]
-    pairs[RECORD] = (earlier[RECORD], launch[RECORD])
+    pairs[RECORD] = (_recorded(folder / PROVENANCE), launch[RECORD])
     for name, (there, here) in pairs.items():
         if there != here:
             raise ConfigError(
@@ -43,15 +47,25 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
             )
 
 
+def _recorded(path: Path) -> str:
+    """The record's manifest of the last launch. Raises: ConfigError when the file is missing or damaged."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))[-1][RECORD])
+    except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: expected a list of launches with {RECORD} ({error!r}); restore it, or choose another train.folder"
+        ) from error
+
+
 def write_run_folder(run: RunConfig, launch: dict[str, Any]) -> None:
-    """Create the folder, write run.yaml, and add this launch to provenance.json, a list. One process calls it."""
+    """Create the folder, add this launch to provenance.json, a list, and write run.yaml last. One process calls it."""
     folder = run.train.folder
     folder.mkdir(parents=True, exist_ok=True)
-    save_run(run, partial_of(folder / RUN))
-    put_in_place(partial_of(folder / RUN), folder / RUN)
     path = folder / PROVENANCE
     launches = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     write_whole(path, json.dumps([*launches, launch], indent=2) + "\n")
+    save_run(run, partial_of(folder / RUN))
+    put_in_place(partial_of(folder / RUN), folder / RUN)
 
 
 def describe_training(command: Sequence[str], manifest: Path, processes: str) -> dict[str, Any]:

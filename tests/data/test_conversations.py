@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets.load
 import pytest
 from datasets import Dataset
 
@@ -68,6 +69,15 @@ def test_a_wrong_row_is_named_with_file_and_line(tmp_path: Path, line: str, word
         read_conversations([str(path)], "train")
     for word in [f"{path}:2: ", *words]:
         assert word in str(error.value)
+
+
+def test_rows_of_a_hub_data_set_read_like_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "yes"}]
+    held = {("org/name", "validation"): [{"conversations": turns}, {"prompt": "two"}]}
+    monkeypatch.setattr(datasets.load, "load_dataset", lambda name, split: held[name, split])
+    one, two = read_conversations(["org/name"], "validation")
+    assert [message["role"] for message in one.messages] == ["user", "assistant"]
+    assert two.place == "org/name:2"
 
 
 def test_a_missing_or_damaged_or_empty_source_is_named(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from tiny import STOP_TOKEN_ID, write_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from dspark.data.chat import digest
 from dspark.data.conversations import Conversation
 from dspark.data.responses import (
     Prompt,
@@ -29,7 +30,7 @@ HEADER = ResponsesHeader(
     target_fingerprint="a" * 64,
     tokenizer_fingerprint="b" * 64,
     template_fingerprint=None,
-    prompts_sha256="c" * 64,
+    prompts_sha256=digest(torch.tensor([row, 20, 21]) for row in range(1, 9)),
     num_prompts=8,
     num_left_out=0,
     is_thinking=False,

@@ -30,7 +30,7 @@ def stop(*arguments):
     calls += 1
     if calls < 3:
         return place(*arguments)
-    if name == "save_file":
+    if name == "save_tensors":
         place(*arguments)
         size = arguments[1].stat().st_size
         with open(arguments[1], "rb+") as file:
@@ -44,7 +44,9 @@ record_everything(Path(sys.argv[1]))
 
 
 @pytest.mark.parametrize(
-    ("place", "num_complete"), [("save_file", 2), ("file_sha256", 2), ("write_whole", 1)], ids=lambda value: str(value)
+    ("place", "num_complete"),
+    [("save_tensors", 2), ("file_sha256", 2), ("write_whole", 1)],
+    ids=lambda value: str(value),
 )
 def test_a_run_killed_while_writing_goes_on_to_the_same_bytes(
     record: Path, tmp_path: Path, place: str, num_complete: int
@@ -130,16 +132,16 @@ def test_a_full_disk_is_foreseen_before_anything_is_written(tmp_path: Path, monk
 def test_a_disk_that_fails_keeps_what_is_complete(
     tmp_path: Path, record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, save_file, calls = tmp_path / "failing", writer.save_file, 0
+    folder, save_tensors, calls = tmp_path / "failing", writer.save_tensors, 0
 
     def fails(tensors: dict[str, torch.Tensor], path: Path) -> None:
         nonlocal calls
         calls += 1
-        save_file(tensors, path)
+        save_tensors(tensors, path)
         if calls == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "save_file", fails)
+    monkeypatch.setattr(writer, "save_tensors", fails)
     with pytest.raises(RecordError, match=r"shard-00002.*No space left on device.*2 shards are complete and stay"):
         record_everything(folder)
     assert sorted(contents(folder)) == [MANIFEST_FILE, "shard-00000.safetensors", "shard-00001.safetensors"]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_by_one import assert_every_count_agrees
 
 from dspark.errors import CheckpointError
 from dspark.target.cache import Layout
@@ -119,37 +120,27 @@ def test_ragged_sequences_read_together_equal_each_read_alone() -> None:
                 torch.testing.assert_close(ours[row], theirs[0], rtol=1e-5, atol=1e-5)
 
 
-def one_by_one(
-    model: LingModel, prompt_T: torch.Tensor, drafts_T: torch.Tensor, next_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states of the drafts decoded singly, and that of ``next_id`` after each count of them."""
-    cache, _ = model.prefill([prompt_T])
-    drafted, following = [], []
-    for token in [*drafts_T.tolist(), None]:
-        following.append(model.verify(torch.tensor([[next_id]]), cache).last_hidden_ND[0])
-        if token is not None:
-            drafted.append(model.verify(torch.tensor([[token]]), cache).last_hidden_ND[0])
-            model.commit(cache, torch.tensor([1]))
-    return torch.stack(drafted), torch.stack(following)
+@pytest.mark.parametrize("num_tokens", [1, 4, 9, 21])
+def test_verify_then_commit_equals_decoding_one_by_one_for_every_count(num_tokens: int) -> None:
+    drafts_BT = torch.stack(random_ids(num_tokens, num_tokens, num_tokens))
+    assert_every_count_agrees(tiny_model(), random_ids(3, 18, 7), drafts_BT)
+
+
+def test_the_golden_network_agrees_with_itself_for_every_count(ling_golden: dict) -> None:
+    mini = ling_golden["mini_model"]
+    model = golden_model(mini, torch.float32)
+    prompts = [torch.tensor(mini["prompt"][:length]) for length in (7, 2, 5)]
+    drafts_BT = torch.randint(model.vocab_size, (3, 9), generator=torch.Generator().manual_seed(0))
+    assert_every_count_agrees(model, prompts, drafts_BT)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("num_tokens", [1, 4, 9, 21])
-def test_verify_then_commit_equals_decoding_one_by_one_for_every_count(num_tokens: int) -> None:
+def test_commit_moves_each_sequence_by_its_own_count() -> None:
     model = tiny_model()
-    prompts = random_ids(3, 18, 7)
-    drafts_BT = torch.stack(random_ids(num_tokens, num_tokens, num_tokens))
-    singly = [one_by_one(model, *row, 1) for row in zip(prompts, drafts_BT, strict=True)]
-    for counts in {(n, num_tokens - n, n // 2) for n in range(num_tokens + 1)}:
-        cache, _ = model.prefill(prompts)
-        model.verify(drafts_BT.flip(1), cache)
-        staged_BTD = model.verify(drafts_BT, cache).last_hidden_ND.unflatten(0, (3, num_tokens))
-        model.commit(cache, torch.tensor(counts))
-        after_BD = model.verify(torch.ones(3, 1, dtype=torch.int64), cache).last_hidden_ND
-        assert cache.lengths == [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
-        for row, (drafted_TD, following_TD) in enumerate(singly):
-            torch.testing.assert_close(staged_BTD[row], drafted_TD, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(after_BD[row], following_TD[counts[row]], rtol=1e-5, atol=1e-5)
+    cache, _ = model.prefill(random_ids(3, 18, 7))
+    model.verify(torch.ones(3, 4, dtype=torch.int64), cache)
+    model.commit(cache, torch.tensor([4, 0, 2]))
+    assert cache.lengths == [7, 18, 9]
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def test_the_newest_two_stay(tmp_path: Path) -> None:
     assert [place.name for place in checkpoints(tmp_path / "c")] == ["step-00000010", "step-00000015"]
 
 
-@pytest.mark.parametrize("moment", ["save_file", "file_sha256", "flush"])
+@pytest.mark.parametrize("moment", ["save_tensors", "file_sha256", "flush"])
 def test_a_kill_while_saving_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

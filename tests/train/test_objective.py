@@ -391,3 +391,14 @@ def test_the_teacher_gets_no_gradient_and_an_unweighted_confidence_head_gets_zer
         assert parameter.grad is not None
     assert case.draft.confidence_head is not None
     assert not any(parameter.grad.any() for parameter in case.draft.confidence_head.parameters())
+
+
+def test_an_acceptance_term_alone_gives_every_parameter_a_gradient_before_its_warm_up(
+    dspark_golden: dict[str, Any],
+) -> None:
+    case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+    section = ObjectiveSection(forward_kl=0.0, confidence=0.0, acceptance_length=1.0)
+    loss, _ = scored(case, section, weight=0.0)
+    loss.backward()
+    assert loss == 0
+    assert all(parameter.grad is not None for parameter in case.draft.parameters())

@@ -8,7 +8,7 @@ from training_run import make_run
 
 from dspark.config import load_run
 from dspark.errors import ConfigError
-from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder
+from dspark.train.run_folder import PROVENANCE, check_run_folder, describe_training, write_run_folder
 
 LAUNCH = {"record_manifest_sha256": "1" * 64}
 
@@ -27,6 +27,21 @@ def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     for is_resumed in (False, True):
         with pytest.raises(ConfigError, match="not empty and holds no run"):
             check_run_folder(run, LAUNCH, is_resumed)
+
+
+@pytest.mark.parametrize("failing", ["write_whole", "save_run", "put_in_place"])
+def test_a_launch_killed_at_its_first_writes_may_be_launched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    run = make_run(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"dspark.train.run_folder.{failing}", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_run_folder(run, LAUNCH)
+    for is_resumed in (False, True):
+        check_run_folder(run, LAUNCH, is_resumed)
+    write_run_folder(run, LAUNCH)
+    check_run_folder(run, LAUNCH, is_resumed=True)
 
 
 def test_a_resumed_run_may_take_longer_but_not_learn_something_else(tmp_path: Path) -> None:
@@ -58,3 +73,12 @@ def test_a_launch_names_the_record_by_its_manifest(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{ }")
     other = describe_training(["train.py"], tmp_path / "manifest.json", "")
     assert other["record_manifest_sha256"] != launch["record_manifest_sha256"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "[3]"])
+def test_a_damaged_provenance_is_named(tmp_path: Path, content: str) -> None:
+    run = make_run(tmp_path)
+    write_run_folder(run, LAUNCH)
+    (run.train.folder / PROVENANCE).write_text(content)
+    with pytest.raises(ConfigError, match=r"provenance\.json: expected a list of launches"):
+        check_run_folder(run, LAUNCH, is_resumed=True)

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from dspark.errors import CheckpointError
-from dspark.files import put_in_place
+from dspark.files import put_in_place, save_tensors
 from dspark.target.checkpoint.shapes import TensorSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -127,7 +126,7 @@ def save_checkpoint(
     for shard in _shards(tensors, max_shard_bytes):
         shards.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
-        save_file(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
+        save_tensors(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
     if len(shards) == 1:
         put_in_place(folder / "1.partial", folder / SINGLE_FILE)
         return

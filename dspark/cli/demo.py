@@ -1,0 +1,133 @@
+"""dspark demo: the whole pipeline on the shipped nano target, in minutes on two CPU cores."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from dspark.cli.progress import count_progress
+from dspark.config import RunConfig, load_run
+from dspark.data.chat import ChatFormat, encode_prompt
+from dspark.draft.model import DraftModel
+from dspark.errors import DsparkError
+from dspark.eval.comparison import compare, summary
+from dspark.eval.excerpt import pieces
+from dspark.eval.page import Page, render
+from dspark.eval.report import comparison_table
+from dspark.eval.tasks import REPOSITORY, load_task
+from dspark.export import draft_fingerprint, read_draft
+from dspark.provenance import describe_launch
+from dspark.target.loading import load_tables, load_target, locate_target, target_fingerprint
+from dspark.target.tokenizer import load_tokenizer, stop_token_ids
+from dspark.train.log import METRICS
+from dspark.train.run_folder import RUN
+from dspark.train.setup import fresh_draft
+
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Of the first three stages; waiting threads sleep, or a busy machine takes many times as long. Decoding one prompt at a
+time of so small a model is fastest with one thread."""
+DEMO = REPOSITORY / "configs" / "demo.yaml"
+LEARNER = "demo draft"
+
+
+def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.")] = DEMO) -> None:
+    """Prompts in, a trained draft and a table out: the whole pipeline on the shipped nano target.
+
+    It runs the commands that you would, shows each one, and writes runs/demo/report.html. Run it again to go on after a
+    failure: what is finished is kept.
+    """
+    start = time.monotonic()
+    console = Console(soft_wrap=True, highlight=False)
+    run = load_run(config)
+    train_folder = REPOSITORY / run.train.folder
+    given = ["--config", str(config.absolute())]
+    stages = {
+        "prepare": ["-m", "dspark.cli.main", "prepare", *given],
+        "record": ["-m", "dspark.cli.main", "record", *given],
+        "train": ["train.py", *given, *(["--resume"] if (train_folder / RUN).is_file() else [])],
+    }
+    seconds = {}
+    for number, (name, command) in enumerate(stages.items(), 1):
+        console.rule(f"{number} of 5: {name}", align="left")
+        seconds[name] = run_stage(name, command, console)
+    console.rule("4 of 5: eval", align="left")
+    began = time.monotonic()
+    torch.set_num_threads(1)
+    folder = locate_target(run.target.path)
+    tokenizer = load_tokenizer(folder)
+    prompts = encode_prompts(run, folder, tokenizer)
+    drafts = open_drafts(run, folder, train_folder / "draft")
+    dtype = getattr(torch, run.target.dtype)
+    contenders = compare(
+        lambda layers: load_target(folder, target_layer_ids=layers, dtype=dtype),
+        drafts,
+        prompts,
+        run.eval,
+        (stop_token_ids(folder), run.seed),
+        count_progress,
+    )
+    seconds |= {"eval": time.monotonic() - began, "all": time.monotonic() - start}
+    console.rule("5 of 5: report", align="left")
+    whos = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    facts = {
+        "target": f"{run.target.path}, {run.target.dtype}, fingerprint {target_fingerprint(folder)[:16]}",
+        LEARNER: f"{config.name}, fingerprint {draft_fingerprint(train_folder / 'draft')[:16]}",
+        "prompts": f"{len(prompts)} of {', '.join(run.eval.tasks)}, at most {run.eval.max_new_tokens} new tokens each",
+        "seconds": {name: round(value) for name, value in seconds.items()},
+        "memory": f"{max(resource.getrusage(who).ru_maxrss for who in whos) / 1e6:.1f} GB at most in one process",
+    }
+    page = Page(
+        title=f"DSpark on {Path(run.target.path).name}",
+        contenders=contenders,
+        learner=LEARNER,
+        training=tuple(map(json.loads, (train_folder / METRICS).read_text(encoding="utf-8").splitlines())),
+        prompt=str(tokenizer.decode(prompts[0])),
+        excerpt=pieces(contenders[2].texts[0], lambda ids: str(tokenizer.decode(list(ids)))),
+        provenance=facts | describe_launch(sys.argv),
+    )
+    path = train_folder.parent / "report.html"
+    path.write_text(render(page), encoding="utf-8")
+    console.print(comparison_table(contenders, page.title))
+    console.print(f"{summary(contenders)} Everything took {seconds['all']:.0f} s.\n{path}")
+
+
+def run_stage(name: str, command: Sequence[str], console: Console) -> float:
+    """Run a stage as the user would, showing the command. Returns: seconds. Raises: DsparkError naming the stage."""
+    console.print(f"$ python {' '.join(command)}", style="dim")
+    began = time.monotonic()
+    code = subprocess.run(
+        [sys.executable, *command], cwd=REPOSITORY, env=THREADS | dict(os.environ), check=False
+    ).returncode
+    if code:
+        raise DsparkError(
+            f"demo: the stage {name} failed with exit status {code}; its message is above. Mend the cause and run the "
+            f"demo again: what is finished is kept"
+        )
+    return time.monotonic() - began
+
+
+def encode_prompts(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
+    """The ids of every prompt of the run's tasks."""
+    chat = ChatFormat(tokenizer, stop_token_ids(folder), run.data.is_thinking)
+    return [encode_prompt(chat, c) for task in run.eval.tasks for c in load_task(task, run.eval.max_prompts)]
+
+
+def open_drafts(run: RunConfig, folder: Path, place: Path) -> dict[str, DraftModel | None]:
+    """What is compared: no draft, the run's before and after training, and the one shipped with the target, if any."""
+    dtype = getattr(torch, run.target.dtype)
+    embedding_VD, head_VD = (table_VD.to(dtype) for table_VD in load_tables(folder))
+    untrained = fresh_draft(run.draft, run.seed).to(dtype)
+    untrained.bind(embedding_VD, head_VD)
+    places = {LEARNER: place} | ({"shipped draft": folder / "draft"} if (folder / "draft").is_dir() else {})
+    drafts = {name: read_draft(where, (embedding_VD, head_VD), dtype=dtype) for name, where in places.items()}
+    return {"plain decoding": None, "untrained draft": untrained} | drafts

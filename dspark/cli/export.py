@@ -1,0 +1,82 @@
+"""dspark export: a draft as the Hugging Face folder that SGLang, vLLM and DeepSpec load."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dspark.config import load_run
+from dspark.draft.model import DraftModel
+from dspark.errors import CheckpointError, ConfigError
+from dspark.export import Architecture, FolderFields, check_target, draft_parameter_count, read_draft, write_draft
+from dspark.provenance import describe_launch
+from dspark.target.config import read_config_json
+from dspark.target.loading import TargetFacts, load_tables, target_facts, target_fingerprint
+from dspark.train.checkpoint import checkpoints, load_checkpoint
+from dspark.train.optimizer import adamw
+from dspark.train.run_folder import RUN
+
+
+def export(
+    out: Annotated[Path, typer.Option(help="The folder to write; an earlier draft there is replaced.")],
+    run: Annotated[Path | None, typer.Option(help="A train.folder; its newest checkpoint is exported.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint of this step instead.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="An exported draft to write in another form.")] = None,
+    target: Annotated[str | None, typer.Option(help="Its target: a name or a folder. A run knows its own.")] = None,
+    architecture: Annotated[
+        Architecture | None,
+        typer.Option(help="Tag in config.json. [default: Ling's for a Ling target, else Qwen3's]"),
+    ] = None,
+    with_tables: Annotated[
+        bool, typer.Option("--with-tables", help="Add the target's embedding and head, which DeepSpec needs.")
+    ] = False,
+) -> None:
+    """Write a draft as the Hugging Face folder that SGLang, vLLM and DeepSpec load.
+
+    Training has already written one to TRAIN_FOLDER/draft; this writes it from a checkpoint, or in another form.
+    """
+    if (run is None) == (draft is None):
+        raise ConfigError("dspark export: give either --run TRAIN_FOLDER or --draft FOLDER with --target")
+    if run is not None:
+        model, place, name, num_anchors = _from_run(run, step)
+    else:
+        assert draft is not None
+        if target is None:
+            raise ConfigError("--target: missing; name the target that the draft was trained for")
+        tables = load_tables(target)
+        vocab_size, hidden_size = tables[0].shape
+        check_target(draft, vocab_size=vocab_size, hidden_size=hidden_size, fingerprint=target_fingerprint(target))
+        model, place, name = read_draft(draft, tables), draft, target
+        num_anchors = read_config_json(draft).get("num_anchors", 512)
+    fields = _fields(target_facts(name), architecture, num_anchors)
+    source = {"exported_from": str(place), "target_fingerprint": target_fingerprint(name)}
+    write_draft(model, out, fields, with_tables=with_tables, provenance=describe_launch(sys.argv) | source)
+    count = draft_parameter_count(model.config, with_tables)
+    Console().print(f"{out}: {count:,} parameters, {fields.architecture}, from {place}", highlight=False)
+
+
+def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, int]:
+    """The draft of a checkpoint, bound to its target; the checkpoint; the target's name; the anchors it trained on."""
+    run = load_run(folder / RUN)
+    found = checkpoints(folder / "checkpoints")
+    chosen = found[-1:] if step is None else [place for place in found if place.name == f"step-{step:08d}"]
+    if not chosen:
+        steps = ", ".join(str(int(place.name.removeprefix("step-"))) for place in found) or "none"
+        raise CheckpointError(f"{folder / 'checkpoints'}: no such checkpoint; the steps there are: {steps}")
+    model = DraftModel(run.draft)
+    load_checkpoint(chosen[0], model, adamw(model, run.train))
+    model.bind(*load_tables(run.target.path))
+    return model, chosen[0], run.target.path, run.train.num_anchors
+
+
+def _fields(facts: TargetFacts, architecture: Architecture | None, num_anchors: int) -> FolderFields:
+    is_ling = facts.architecture.startswith("Bailing")
+    return FolderFields(
+        eos_token_id=facts.eos_token_id,
+        pad_token_id=facts.pad_token_id,
+        bos_token_id=facts.bos_token_id,
+        num_anchors=num_anchors,
+        architecture=architecture or ("LingDSparkModel" if is_ling else "Qwen3DSparkModel"),
+    )

@@ -1,0 +1,76 @@
+"""The dspark command: registers the commands and turns a user's mistake into one clear line."""
+
+from collections.abc import Callable
+
+import typer
+from rich.console import Console
+
+from dspark.cli.demo import demo
+from dspark.cli.eval import evaluate
+from dspark.cli.export import export
+from dspark.cli.prepare import prepare
+from dspark.cli.record import record
+from dspark.errors import DsparkError, one_line
+
+STAGES = """
+dspark demo
+
+dspark prepare --config configs/nano.yaml
+dspark record --config configs/nano.yaml
+accelerate launch train.py --config configs/nano.yaml
+dspark eval --config configs/nano.yaml
+"""
+EXAMPLES: dict[Callable[..., None], str] = {
+    demo: """
+dspark demo
+dspark demo --config my-demo.yaml
+""",
+    prepare: """
+dspark prepare --config configs/nano.yaml
+dspark prepare --config configs/nano.yaml --set data.max_conversations=10 --set record.folder=runs/trial
+""",
+    record: """
+dspark record --config configs/nano.yaml
+dspark record --config configs/nano.yaml --as-given
+""",
+    evaluate: """
+dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks heldout
+dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks my.jsonl --temperatures 0,0.6 --json out.json
+dspark eval --config configs/nano.yaml --max-prompts 8
+""",
+    export: """
+dspark export --run runs/nano/train --out my-draft
+dspark export --run runs/nano/train --step 2000 --out my-draft
+dspark export --draft my-draft --target ling-3.0-nano --architecture Qwen3DSparkModel --with-tables --out other
+""",
+}
+
+
+def as_typed(examples: str) -> str:
+    """Examples for a help text, whose lines the formatter leaves alone."""
+    return "\b\nExamples:" + examples.rstrip().replace("\n", "\n  ").replace("\n  \n", "\n")
+
+
+app = typer.Typer(
+    help="Train a DSpark draft for a frozen target and measure how many tokens a round it earns.",
+    epilog=as_typed(STAGES),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+for command, examples in EXAMPLES.items():
+    app.command(command.__name__.replace("evaluate", "eval"), epilog=as_typed(examples))(command)
+
+
+def main() -> None:
+    """Run a command; a DsparkError, or a file that the system refuses, is one message on stderr and exit status 2."""
+    try:
+        app()
+    except (DsparkError, OSError) as error:
+        line = f"dspark: {one_line(error)}"
+        Console(stderr=True, soft_wrap=True).print(line, style="bold red", markup=False, highlight=False)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

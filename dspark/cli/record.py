@@ -1,0 +1,142 @@
+"""``dspark record``: the target reads its own responses, and what it says is stored."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerFast
+
+from dspark.cli.device import DEFAULT_DEVICE, Device
+from dspark.cli.identity import describe_origin
+from dspark.cli.progress import count_progress
+from dspark.config import RunConfig, load_run
+from dspark.data.chat import ChatFormat, Encoded, check_length, digest, encode_conversation
+from dspark.data.conversations import Conversation, encode_each, read_conversations
+from dspark.data.responses import RESPONSES_FILE, read_header, read_responses
+from dspark.errors import DraftMismatchError, RecordError
+from dspark.files import claim
+from dspark.record.capture import capture, check_ids
+from dspark.record.format import Manifest
+from dspark.record.writer import open_writer
+from dspark.target.loading import TargetFacts, load_target, locate_target, target_facts
+from dspark.target.tokenizer import load_tokenizer
+
+SHOWN_TOKENS = 300
+
+
+def record(
+    config: Annotated[Path, typer.Option(help="The run's YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
+    as_given: Annotated[
+        bool, typer.Option("--as-given", help="Record data.sources with the answers they hold, not the target's own.")
+    ] = False,
+    leave_out_unusable: Annotated[
+        bool, typer.Option("--leave-out-unusable", help="Go on without the conversations that cannot be used.")
+    ] = False,
+    device: Device = DEFAULT_DEVICE,
+) -> None:
+    """Run the target over the responses of dspark prepare into record.folder. Run again to resume or repair."""
+    run = load_run(config, tuple(overrides or ()))
+    folder = locate_target(run.target.path)
+    facts = target_facts(folder)
+    check_draft(run, facts)
+    tokenizer = load_tokenizer(folder)
+    origin = describe_origin(run, folder, tokenizer)
+    if as_given:
+        chat = ChatFormat(tokenizer, facts.stop_token_ids, run.data.is_thinking)
+        sequences = read_given(run, chat, leave_out_unusable)
+    else:
+        sequences = read_answered(run, origin, leave_out_unusable)
+    check_ids(sequences, facts.vocab_size)
+    description = describe(run, facts, origin, sequences, as_given)
+    with claim(run.record.folder):
+        writer = open_writer(run.record.folder, description)
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(show(tokenizer, sequences[0]))
+        size = f"{description.num_tokens} tokens, {description.num_supervised} to predict"
+        console.print(f"{len(sequences)} sequences, {size}, about {description.num_bytes / 1e9:.2f} GB", markup=False)
+        target = load_target(
+            folder, target_layer_ids=run.draft.target_layer_ids, dtype=description.torch_dtype, device=device
+        )
+        with count_progress("recorded", len(sequences)) as on_sequence:
+            capture(target, sequences, writer, on_sequence)
+        console.print(f"{len(writer.manifest.shards)} shards in {run.record.folder}", markup=False)
+
+
+def check_draft(run: RunConfig, facts: TargetFacts) -> None:
+    """Refuse to record for a draft that cannot be bound to the target. Raises: DraftMismatchError."""
+    pairs = {
+        "vocab_size": (run.draft.vocab_size, facts.vocab_size),
+        "hidden_size": (run.draft.hidden_size, facts.hidden_size),
+        "num_target_layers": (run.draft.num_target_layers, facts.num_layers),
+    }
+    wrong = [f"draft.{key} is {ours}, the target has {its}" for key, (ours, its) in pairs.items() if ours != its]
+    if wrong:
+        raise DraftMismatchError(f"{run.name}: {'; '.join(wrong)}; mend the draft section for {run.target.path}")
+
+
+def read_given(run: RunConfig, chat: ChatFormat, is_leaving_out: bool) -> list[Encoded]:
+    """The conversations of data.sources with the answers they hold. Raises: PromptError."""
+
+    def encode(conversation: Conversation) -> Encoded:
+        encoded = encode_conversation(chat, conversation)
+        check_length(encoded.place, len(encoded.ids_T), run.record.max_tokens)
+        return encoded
+
+    conversations = read_conversations(run.data.sources, run.data.split, run.data.max_conversations)
+    return encode_each(conversations, encode, is_leaving_out=is_leaving_out)
+
+
+def read_answered(run: RunConfig, origin: dict[str, Any], is_leaving_out: bool) -> list[Encoded]:
+    """The target's own responses. Raises: RecordError when they were made by another target or setting; PromptError."""
+    path = run.record.folder / RESPONSES_FILE
+    header = read_header(path)
+    same = ("target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "is_thinking")
+    expected = {key: origin[key] for key in same} | {"temperature": run.data.temperature, "seed": run.seed}
+    wrong = [
+        f"{key} {getattr(header, key)!r} (now {value!r})"
+        for key, value in expected.items()
+        if getattr(header, key) != value
+    ]
+    if wrong:
+        raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
+
+    def within(encoded: Encoded) -> Encoded:
+        check_length(encoded.place, len(encoded.ids_T), run.record.max_tokens)
+        return encoded
+
+    return encode_each(read_responses(path, header), within, is_leaving_out=is_leaving_out)
+
+
+def describe(
+    run: RunConfig, facts: TargetFacts, origin: dict[str, Any], sequences: Sequence[Encoded], is_given: bool
+) -> Manifest:
+    """The manifest of the record to come, without shards."""
+    return Manifest(
+        **origin,
+        target_layer_ids=run.draft.target_layer_ids,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        answers="given" if is_given else "target",
+        temperature=None if is_given else run.data.temperature,
+        text_sha256=digest(part for sequence in sequences for part in (sequence.ids_T, sequence.loss_mask_T)),
+        num_sequences=len(sequences),
+        num_tokens=sum(len(sequence.ids_T) for sequence in sequences),
+        num_supervised=sum(sequence.num_supervised for sequence in sequences),
+        shard_tokens=run.record.shard_tokens,
+    )
+
+
+def show(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> Text:
+    """The first tokens of a sequence; what is to be predicted is bold green, what is only read is dim."""
+    shown = Text("The first sequence, what is to be predicted in green:\n")
+    tokens = zip(encoded.ids_T[:SHOWN_TOKENS].tolist(), encoded.loss_mask_T.tolist(), strict=False)
+    for is_supervised, run in groupby(tokens, key=itemgetter(1)):
+        text = tokenizer.decode([token for token, _ in run])
+        shown.append(str(text), style="bold green" if is_supervised else "dim")
+    return shown

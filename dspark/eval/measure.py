@@ -1,0 +1,136 @@
+"""Decode a task's prompts with a draft (or plainly) and count: acceptance, speed, texts that run in circles."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dspark.decode.generation import generate, speculate
+from dspark.decode.round import Round
+from dspark.decode.sampling import Sampling, row_uniforms
+from dspark.draft.model import DraftModel
+from dspark.errors import PromptError
+from dspark.eval.statistics import AcceptanceStatistics, acceptance_statistics
+from dspark.types import CacheT, Target
+
+LONGEST_PERIOD_TOKENS = 64
+SHORTEST_LOOP_TOKENS = 48
+FEWEST_REPEATS = 4
+
+
+@dataclass(frozen=True)
+class DecodedText:
+    """One prompt's answer (ids_T int64, new ids only), its rounds (none when decoded plainly) and its time."""
+
+    ids_T: torch.Tensor
+    rounds: tuple[Round, ...]
+    seconds: float
+    is_looping: bool
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One task at one temperature.
+
+    ``acceptance`` is None for plain decoding. ``new_tokens`` are those in the texts; ``tokens_per_second`` divides them
+    by the wall time of all texts, one prompt at a time, prefill included. ``looping_share`` is the share of texts that
+    end in a loop (``is_looping``), which flatter a draft; ``mean_acceptance_length_without_loops`` leaves them out and
+    is None when nothing is left.
+    """
+
+    task: str
+    temperature: float
+    num_prompts: int
+    new_tokens: int
+    seconds: float
+    tokens_per_second: float
+    looping_share: float
+    mean_acceptance_length_without_loops: float | None
+    acceptance: AcceptanceStatistics | None
+
+
+def decode_prompts(
+    target: Target[CacheT],
+    draft: DraftModel | None,
+    prompts: Sequence[torch.Tensor],
+    sampling: Sampling,
+    seed: int,
+    on_text: Callable[[], None] = lambda: None,
+) -> tuple[DecodedText, ...]:
+    """Decode the prompts one after the other, speculatively, or plainly without a draft.
+
+    Prompt i draws from generator (seed, i), so the texts do not depend on which other prompts are measured.
+    ``on_text`` is called after each one. Shapes: prompts int64 [T], T >= 1.
+
+    Raises: PromptError when a draft was given and every text stopped at its first token.
+    """
+    texts = []
+    for index, prompt_ids_T in enumerate(prompts):
+        uniforms = row_uniforms(seed, index)
+        start = time.perf_counter()
+        rounds: tuple[Round, ...] = ()
+        if draft is None:
+            ids_T = generate(target, [prompt_ids_T], sampling, [uniforms])[0]
+        else:
+            generation = speculate(target, draft, prompt_ids_T, sampling, uniforms)
+            ids_T, rounds = generation.ids_T, generation.rounds
+        seconds = time.perf_counter() - start
+        texts.append(DecodedText(ids_T, rounds, seconds, is_looping(ids_T.tolist())))
+        on_text()
+    if draft is not None and not any(text.rounds for text in texts):
+        raise PromptError(
+            f"all {len(prompts)} texts stopped at their first token, so the draft was never asked; "
+            "use prompts that the target answers"
+        )
+    return tuple(texts)
+
+
+def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed: int = 0) -> Measurement:
+    """Counts over all texts of a task; without a single round they count as decoded plainly."""
+    rounds = [text.rounds for text in texts]
+    sober = [text.rounds for text in texts if not text.is_looping and text.rounds]
+    speculated = any(rounds)
+    new_tokens = sum(len(text.ids_T) for text in texts)
+    seconds = sum(text.seconds for text in texts)
+    return Measurement(
+        task=task,
+        temperature=temperature,
+        num_prompts=len(texts),
+        new_tokens=new_tokens,
+        seconds=seconds,
+        tokens_per_second=new_tokens / seconds,
+        looping_share=sum(text.is_looping for text in texts) / len(texts),
+        mean_acceptance_length_without_loops=acceptance_statistics(sober, seed).mean_acceptance_length
+        if sober
+        else None,
+        acceptance=acceptance_statistics(rounds, seed) if speculated else None,
+    )
+
+
+def measure(
+    target: Target[CacheT],
+    draft: DraftModel | None,
+    task: tuple[str, Sequence[torch.Tensor]],
+    sampling: Sampling,
+    seed: int,
+    on_text: Callable[[], None] = lambda: None,
+) -> Measurement:
+    """``decode_prompts`` and ``summarise`` of a named task."""
+    name, prompts = task
+    return summarise(name, sampling.temperature, decode_prompts(target, draft, prompts, sampling, seed, on_text))
+
+
+def is_looping(ids: Sequence[int]) -> bool:
+    """Whether a text ends in a loop: one run of at most 64 tokens, at least 4 times in a row, over at least 48 tokens.
+
+    The rule looks at the end only: a text that left its loop, if only to stop, is not degenerate as a whole.
+    """
+    last = len(ids) - 1
+    for period in range(1, min(LONGEST_PERIOD_TOKENS, len(ids) // FEWEST_REPEATS) + 1):
+        needed = max(SHORTEST_LOOP_TOKENS, FEWEST_REPEATS * period) - period
+        if last - needed - period + 1 >= 0 and all(
+            ids[last - step] == ids[last - step - period] for step in range(needed)
+        ):
+            return True
+    return False

@@ -1,0 +1,133 @@
+"""config.json of an exported draft: what is written, what may never be written, what is understood when read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from dspark.config import DraftConfig, describe_validation
+from dspark.errors import CheckpointError, ConfigError
+from dspark.files import read_json
+
+Architecture = Literal["LingDSparkModel", "Qwen3DSparkModel"]
+READABLE_ARCHITECTURES = ("LingDSparkModel", "Qwen3DSparkModel", "DSparkDraftModel")
+FORBIDDEN_KEYS = (
+    "quantization_config",
+    "auto_map",
+    "num_nextn_predict_layers",
+    "partial_rotary_factor",
+    "rope_interleave",
+    "layer_group_size",
+    "speculators_model_type",
+)
+"""Keys that make a runtime take the folder for something else (specs/dspark.md 2.6)."""
+_ONLY_VALUE: dict[str, tuple[Any, ...]] = {
+    "model_type": ("qwen3",),
+    "sample_from_anchor": (True, None),
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "tie_word_embeddings": (False, None),
+    "use_sliding_window": (False, None),
+    "rope_scaling": (None,),
+    "rope_is_neox_style": (True, None),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+    "speculators_model_type": (None,),
+    "dflash_config": (None,),
+}
+"""Keys of which only these values are computed; a missing key is the value None."""
+
+
+@dataclass(frozen=True)
+class FolderFields:
+    """What config.json says beside the architecture of the draft.
+
+    The three ids are the target's; ``architecture`` is the tag by which a runtime picks its class (``Qwen3DSparkModel``
+    for vLLM without the Ling draft, llama.cpp and DeepSpec); ``num_anchors`` is the number used in training.
+    """
+
+    eos_token_id: int
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    num_anchors: int = 512
+    architecture: Architecture = "LingDSparkModel"
+
+
+def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
+    """The mapping to write as config.json.
+
+    Raises: ConfigError when the mask token is the target's end or padding token: their rows mean something, so a
+    slot could not tell a mask from a real token.
+    Source: specs/dspark.md 2.6 (fields that SGLang, vLLM and DeepSpec read at the top level).
+    """
+    if config.mask_token_id in (fields.eos_token_id, fields.pad_token_id):
+        raise ConfigError(
+            f"draft.mask_token_id {config.mask_token_id} is the target's end or padding token; "
+            "choose an id that no text uses"
+        )
+    tree: dict[str, Any] = {
+        "architectures": [fields.architecture],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": fields.bos_token_id,
+        "eos_token_id": fields.eos_token_id,
+        "pad_token_id": fields.pad_token_id,
+        "sample_from_anchor": True,
+        "num_anchors": fields.num_anchors,
+    } | config.model_dump(mode="json")
+    assert not set(FORBIDDEN_KEYS) & set(tree)
+    return tree
+
+
+def read_draft_config(folder: Path) -> DraftConfig:
+    """Read the architecture from an exported folder, ours or another trainer's of the same layout.
+
+    Raises: CheckpointError when there is no config.json; ConfigError naming the key when a value is missing, wrong
+    or asks for a computation that this draft does not do.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; expected the folder of an exported draft (dspark export)")
+    tree = read_json(path)
+    _refuse_other_networks(path, tree)
+    rope = tree.get("rope_parameters") or {}
+    known = {key: tree[key] for key in DraftConfig.model_fields if key in tree}
+    known.setdefault("rope_theta", rope.get("rope_theta"))
+    needed = {"block_size", "markov_rank", "markov_head_type", "enable_confidence_head", "rms_norm_eps"}
+    absent = sorted(key for key in needed if key not in known)
+    if absent:
+        raise ConfigError(f"{path}: {', '.join(absent)} missing at the top level; runtimes and we never assume it")
+    try:
+        return DraftConfig.model_validate(known)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+
+
+def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:
+    tags = tree.get("architectures")
+    if not isinstance(tags, list) or not any(tag in READABLE_ARCHITECTURES for tag in tags):
+        raise ConfigError(f"{path}: architectures is {tags}, expected one of {', '.join(READABLE_ARCHITECTURES)}")
+    for key, values in _ONLY_VALUE.items():
+        if tree.get(key) not in values:
+            raise ConfigError(f"{path}: {key} is {tree[key]!r}, only {values[0]!r} is supported in a DSpark draft")
+    kinds = tree.get("layer_types") or ["full_attention"]
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ConfigError(f"{path}: layer_types holds {kinds}, only full_attention is supported")
+    rope = tree.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{path}: rope_parameters is {rope!r}, expected a mapping")
+    rope_type = rope.get("rope_type", "default")
+    if rope_type != "default":
+        raise ConfigError(f"{path}: rope_parameters.rope_type is {rope_type!r}, only 'default' is supported")
+    if tree.get("draft_vocab_size", tree.get("vocab_size")) != tree.get("vocab_size"):
+        raise ConfigError(f"{path}: draft_vocab_size {tree['draft_vocab_size']} differs from vocab_size")

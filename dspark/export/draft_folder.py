@@ -1,0 +1,231 @@
+"""A draft as a Hugging Face folder: config.json and one safetensors file, written whole or not at all."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dspark.config import DraftConfig
+from dspark.draft.model import DraftModel
+from dspark.errors import CheckpointError, DraftMismatchError
+from dspark.export.draft_config import READABLE_ARCHITECTURES, FolderFields, config_json, read_draft_config
+from dspark.files import file_sha256, flush, partial_of, read_json, save_tensors
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PROVENANCE = "provenance.json"
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+
+
+def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a draft without the target's two tables; allocates nothing.
+
+    Source: specs/dspark.md 3.1.
+    """
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in DraftModel(config).state_dict().items()}
+
+
+def draft_parameter_count(config: DraftConfig, with_tables: bool = False) -> int:
+    """Number of parameters in the exported file; allocates nothing. Source: specs/dspark.md 1.10."""
+    own = sum(torch.Size(shape).numel() for shape in draft_shapes(config).values())
+    return own + with_tables * 2 * config.vocab_size * config.hidden_size
+
+
+def write_draft(
+    draft: DraftModel,
+    folder: Path,
+    fields: FolderFields,
+    *,
+    with_tables: bool = False,
+    provenance: Mapping[str, object] | None = None,
+) -> None:
+    """Write the folder that SGLang (``--speculative-draft-model-path``), vLLM and ``read_draft`` load.
+
+    Weights are rounded to bfloat16. ``with_tables`` adds bit-exact copies of the target's embedding and head, which
+    DeepSpec's loader needs. ``provenance`` goes to provenance.json, which runtimes ignore, with the sha256 of the
+    weights, which ``read_draft`` checks. The folder appears whole; an earlier draft at that place is replaced.
+
+    Raises: ConfigError for a mask token that is the end or padding token; CheckpointError when ``folder`` holds
+    something that is not a draft, or a weight is not finite.
+    Source: specs/dspark.md 2.6, 3.1 and 3.3.
+    """
+    folder = folder.absolute()
+    config = config_json(draft.config, fields)
+    _refuse_to_replace(folder)
+    tensors = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
+    if with_tables:
+        tensors |= dict(zip(TABLES, (draft.embedding_VD, draft.head_VD), strict=True))
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in TABLES} == draft_shapes(
+        draft.config
+    )
+    wrong = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if wrong:
+        raise CheckpointError(f"{folder}: not written, {wrong[0]} holds numbers that are not finite")
+    partial = partial_of(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    rounded = {name: tensor.to("cpu", torch.bfloat16, copy=True).contiguous() for name, tensor in tensors.items()}
+    save_tensors(rounded, partial / WEIGHTS, metadata={"format": "pt"})
+    made = dict(provenance or {}) | {"weights_sha256": file_sha256(partial / WEIGHTS)}
+    for name, tree in (("config.json", config), (PROVENANCE, made)):
+        (partial / name).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    _move_into_place(partial, folder)
+
+
+def read_draft(
+    folder: Path,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> DraftModel:
+    """Load an exported draft, ours or a released one, and bind it to its target.
+
+    ``tables`` are the target's (embedding_VD, head_VD). A file with its own copies must hold the same numbers.
+
+    Raises: CheckpointError naming missing, unexpected, wrongly shaped or damaged tensors; DraftMismatchError when the
+    draft's vocabulary, width or tables are not the target's; ConfigError for another kind of network.
+    """
+    config = read_draft_config(folder)
+    vocab_size, hidden_size = tables[0].shape
+    check_target(folder, vocab_size=vocab_size, hidden_size=hidden_size)
+    files = _tensor_files(folder)
+    shapes = draft_shapes(config)
+    _check_names(folder, set(files), shapes)
+    _check_sha256(folder)
+    weights = {name: _read(files[name], name, shape).to(device, dtype) for name, shape in shapes.items()}
+    for name, table_VD in zip(TABLES, tables, strict=True):
+        if name in files:
+            own_VD = _read(files[name], name, (vocab_size, hidden_size))
+            if not torch.equal(own_VD, table_VD.detach().to("cpu", own_VD.dtype)):
+                raise DraftMismatchError(
+                    f"{files[name]}: {name} differs from the target's table; the draft belongs to another target"
+                )
+    with torch.device("meta"):
+        draft = DraftModel(config)
+    draft.load_state_dict(weights, assign=True)
+    draft.bind(*tables)
+    return draft.eval().requires_grad_(False)
+
+
+def draft_fingerprint(folder: Path) -> str:
+    """Sha256 (hex) over config.json and the weights of an exported draft; any changed byte changes it."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(set(_tensor_files(folder).values())):
+        digest.update(file_sha256(path).encode())
+    return digest.hexdigest()
+
+
+def check_target(
+    folder: Path, *, vocab_size: int, hidden_size: int, num_layers: int | None = None, fingerprint: str | None = None
+) -> DraftConfig:
+    """Refuse a draft for another target before any weight of the target is read. Returns: the draft's architecture.
+
+    ``fingerprint`` is the target's; a draft whose provenance names its own target's must have the same.
+
+    Raises: DraftMismatchError naming every field that differs; ConfigError or CheckpointError as ``read_draft_config``.
+    """
+    config = read_draft_config(folder)
+    wanted = (("vocab_size", vocab_size), ("hidden_size", hidden_size), ("num_target_layers", num_layers))
+    wrong = [
+        f"{name} is {getattr(config, name)} in the draft and {value} in the target"
+        for name, value in wanted
+        if value is not None and getattr(config, name) != value
+    ]
+    if wrong:
+        raise DraftMismatchError(
+            f"{folder}: this draft belongs to another target: {'; '.join(wrong)}; use a draft trained for this target"
+        )
+    trained_for = _read_provenance(folder).get("target_fingerprint", fingerprint)
+    if fingerprint is not None and trained_for != fingerprint:
+        raise DraftMismatchError(
+            f"{folder}: this draft was trained for the target with fingerprint {trained_for}, this one has "
+            f"{fingerprint}; use its own target, or delete {PROVENANCE} to measure it on this one all the same"
+        )
+    return config
+
+
+def _check_sha256(folder: Path) -> None:
+    """A provenance.json with a sum makes flipped bits visible; drafts of other trainers have none."""
+    expected = _read_provenance(folder).get("weights_sha256")
+    if expected is None:
+        return
+    found = file_sha256(folder / WEIGHTS)
+    if expected != found:
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; copy or export it again"
+        )
+
+
+def _read_provenance(folder: Path) -> dict[str, Any]:
+    """What provenance.json says; nothing for a draft without one."""
+    path = folder / PROVENANCE
+    return read_json(path) if path.is_file() else {}
+
+
+def _check_names(folder: Path, found: set[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    missing = sorted(shapes.keys() - found)
+    unknown = sorted(found - shapes.keys() - set(TABLES))
+    present = [name for name in TABLES if name in found]
+    if missing:
+        raise CheckpointError(f"{folder}: tensors missing: {', '.join(missing)}; export the draft again")
+    if unknown:
+        raise CheckpointError(f"{folder}: tensors that no DSpark draft has: {', '.join(unknown)}")
+    if len(present) == 1:
+        raise CheckpointError(f"{folder}: {present[0]} without its partner; expected both of {TABLES} or neither")
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor: one model.safetensors, or shards named by the index."""
+    files = [WEIGHTS]
+    if (folder / INDEX).is_file():
+        placed = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
+            raise CheckpointError(f"{folder / INDEX}: expected a weight_map of names to files; export the draft again")
+        files = sorted(set(placed.values()))
+    places = {}
+    for file in files:
+        path = folder / file
+        if Path(file).name != file or not path.is_file():
+            raise CheckpointError(f"{path}: no such file; the exported folder is incomplete")
+        try:
+            with safe_open(path, framework="pt") as opened:
+                places.update(dict.fromkeys(opened.keys(), path))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: not a whole safetensors file ({error}); export the draft again") from error
+    return places
+
+
+def _read(path: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    with safe_open(path, framework="pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(f"{path}: {name} has shape {tuple(tensor.shape)}, expected {shape} by config.json")
+    if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{path}: {name} holds {tensor.dtype} or numbers that are not finite")
+    return tensor
+
+
+def _refuse_to_replace(folder: Path) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    config = folder / "config.json"
+    if not config.is_file() or not any(tag in config.read_text(encoding="utf-8") for tag in READABLE_ARCHITECTURES):
+        raise CheckpointError(f"{folder}: holds something that is not a draft; choose another folder or move it away")
+
+
+def _move_into_place(partial: Path, folder: Path) -> None:
+    for path in [*partial.iterdir(), partial]:
+        flush(path)
+    former = folder.with_name(f".{folder.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if folder.exists():
+        folder.rename(former)
+    partial.rename(folder)
+    shutil.rmtree(former, ignore_errors=True)

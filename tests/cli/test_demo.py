@@ -1,0 +1,83 @@
+"""dspark demo: the real stages on a tiny target end in a table and a page; a second run goes on; a failure is named."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import write_tiny_ling
+from training_run import run_fields
+
+from dspark.cli.demo import demo
+from dspark.cli.main import main
+from dspark.config import load_run
+from dspark.eval.tasks import REPOSITORY
+from dspark.export import FolderFields, write_draft
+from dspark.target.loading import load_tables
+from dspark.train.setup import fresh_draft
+
+
+def write_demo(folder: Path) -> Path:
+    """A tiny target with a shipped draft, prompts, and a run over them."""
+    fields = run_fields(folder / "demo", steps=4, save_every_steps=4, batch_size=2, accumulation_steps=1)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "add {n}"}}\n' for n in range(4)))
+    fields["target"]["path"] = str(write_tiny_ling(folder / "target"))
+    fields["data"] = {"sources": [str(prompts)], "max_response_tokens": 16}
+    fields["eval"] = {"tasks": [str(prompts)], "max_prompts": 2, "max_new_tokens": 8}
+    path = folder / "demo.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    run = load_run(path)
+    draft = fresh_draft(run.draft, 5)
+    draft.bind(*load_tables(run.target.path))
+    write_draft(draft, folder / "target" / "draft", FolderFields(0))
+    return path
+
+
+def test_the_pipeline_ends_in_a_table_and_a_page_and_goes_on_when_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_demo(tmp_path)
+    demo(config)
+    said, page = capsys.readouterr().out, tmp_path / "demo" / "report.html"
+    html = page.read_text()
+    for name in ("plain decoding", "untrained draft", "demo draft", "shipped draft"):
+        assert name in said
+        assert name in html
+    assert "T = 1" in said
+    assert html.count("<svg") == 8
+    assert "no points were logged" not in html
+    commands: list[list[str]] = []
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if command[0] != sys.executable:
+            return subprocess.CompletedProcess(command, 0, "abc")
+        assert options["cwd"] == REPOSITORY
+        commands.append(list(command[1:]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    page.unlink()
+    demo(config)
+    assert [command[:3] for command in commands[:2]] == [
+        ["-m", "dspark.cli.main", stage] for stage in ("prepare", "record")
+    ]
+    assert commands[2] == ["train.py", "--config", str(config), "--resume"]
+    assert page.exists()
+
+
+def test_a_stage_that_fails_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_demo(tmp_path)
+    (tmp_path / "prompts.jsonl").unlink()
+    monkeypatch.setattr(sys, "argv", ["dspark", "demo", "--config", str(config)])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2
+    said = capfd.readouterr().err
+    assert "prompts.jsonl: no such file" in said
+    assert "demo: the stage prepare failed with exit status 2" in said

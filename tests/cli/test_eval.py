@@ -1,0 +1,190 @@
+"""dspark eval: its JSON holds what was decoded, and every mistake of a user is one line with exit status 2."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import MASK_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
+from typer.testing import CliRunner
+
+from dspark.cli.main import app, main
+from dspark.config import DraftConfig
+from dspark.draft.model import DraftModel
+from dspark.export import FolderFields, draft_fingerprint, write_draft
+from dspark.target.loading import load_tables, target_fingerprint
+
+COMMANDS = ("demo", "prepare", "record", "eval", "export")
+
+
+def write_tiny_draft(folder: Path, target: Path, **changes: Any) -> Path:
+    """A random draft for the tiny Ling."""
+    fields = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "num_target_layers": 6,
+        "target_layer_ids": (1, 3, 4),
+        "block_size": 4,
+        "mask_token_id": MASK_TOKEN_ID,
+        "markov_rank": 8,
+    }
+    draft = DraftModel(DraftConfig.model_validate(fields | changes))
+    draft.initialise(torch.Generator().manual_seed(0))
+    if not changes:
+        draft.bind(*load_tables(target))
+    write_draft(draft, folder, FolderFields(STOP_TOKEN_ID))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target, a draft for it and three prompts."""
+    folder = tmp_path_factory.mktemp("eval")
+    write_tiny_ling(folder / "target")
+    write_tiny_draft(folder / "draft", folder / "target")
+    (folder / "prompts.jsonl").write_text('{"prompt": "add"}\n{"text": "def add("}\n{"prompt": "more"}\n')
+    return folder
+
+
+def arguments(place: Path, **changes: str) -> list[str]:
+    given = {
+        "target": str(place / "target"),
+        "draft": str(place / "draft"),
+        "tasks": str(place / "prompts.jsonl"),
+        "max-new-tokens": "12",
+    } | changes
+    return ["eval", *(part for key, value in given.items() if value for part in (f"--{key}", value))]
+
+
+def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
+    """The line on stderr of a command that exits with status 2 without a traceback."""
+    monkeypatch.setattr(sys, "argv", ["dspark", *words])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    assert text.startswith("dspark: ")
+    return text
+
+
+def test_the_json_says_what_was_measured_and_on_what(place: Path, tmp_path: Path) -> None:
+    words = [*arguments(place, temperatures="0,1", json=str(tmp_path / "out.json")), "--max-prompts", "2"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0
+    tree = json.loads((tmp_path / "out.json").read_text())
+    assert tree["target"]["fingerprint"] == target_fingerprint(place / "target")
+    assert tree["target"]["dtype"] == "float32"
+    assert len(tree["target"]["template_fingerprint"]) == 64
+    assert tree["draft"]["fingerprint"] == draft_fingerprint(place / "draft")
+    assert (tree["draft"]["block_size"], tree["draft"]["verify_rows"]) == (4, 5)
+    assert tree["settings"]["is_thinking"] is False
+    assert tree["settings"]["temperatures"] == [0.0, 1.0]
+    assert {"commit", "versions", "hardware", "command", "time"} <= tree["provenance"].keys()
+    assert [m["temperature"] for m in tree["measurements"]] == [0.0, 1.0]
+    for m in tree["measurements"]:
+        counts = m["acceptance"]
+        assert m["num_prompts"] == 2
+        assert counts["num_tokens"] == sum((n + 1) * rounds for n, rounds in enumerate(counts["histogram"]))
+        assert len(counts["survival"]) == len(counts["conditional"]) == 4
+        assert counts["interval"][0] <= counts["mean_acceptance_length"] <= counts["interval"][1]
+    assert "acceptance" in result.stdout
+
+
+def test_the_same_command_counts_the_same_rounds(place: Path, tmp_path: Path) -> None:
+    counts = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        words = arguments(place, temperatures="1", seed=seed, json=str(tmp_path / name))
+        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+        counts.append(json.loads((tmp_path / name).read_text())["measurements"][0]["acceptance"])
+    assert counts[0] == counts[1]
+    assert counts[0] != counts[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"target": "nowhere"}, "nowhere: no folder with a config.json"),
+        ({"target": ""}, "--target: missing"),
+        ({"draft": ""}, "--draft: missing"),
+        ({"draft": "nowhere"}, "nowhere/config.json: no such file"),
+        ({"tasks": "gsm9k"}, "task gsm9k: not known"),
+        ({"tasks": "gone.jsonl"}, "gone.jsonl: no such file"),
+        ({"temperatures": "hot"}, "temperatures.0: Input should be a valid number"),
+        ({"temperatures": "-1"}, "temperatures.0: Input should be greater than or equal to 0"),
+        ({"dtype": "float16"}, "dtype: Input should be 'bfloat16', 'float32' or 'float64', got 'float16'"),
+        ({"config": "none.yaml"}, "none.yaml: no such file"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_clear_line(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, str],
+    complaint: str,
+) -> None:
+    assert complaint in failure(monkeypatch, capsys, arguments(place, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"vocab_size": 321}, "vocab_size is 321 in the draft and 320 in the target"),
+        ({"hidden_size": 16}, "hidden_size is 16 in the draft and 32 in the target"),
+        ({"num_target_layers": 7}, "num_target_layers is 7 in the draft and 6 in the target"),
+    ],
+    ids=str,
+)
+def test_a_draft_for_another_target_is_refused_before_the_target_is_read(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    complaint: str,
+) -> None:
+    write_tiny_draft(tmp_path / "draft", place / "target", **changes)
+    monkeypatch.setattr("dspark.cli.eval.load_target", None)
+    assert complaint in failure(monkeypatch, capsys, arguments(place, draft=str(tmp_path / "draft")))
+
+
+def test_a_draft_of_another_target_of_the_same_shape_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "draft", tmp_path / "draft")
+    path = tmp_path / "draft" / "provenance.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_fingerprint": "a" * 64}))
+    text = failure(monkeypatch, capsys, arguments(place, draft=str(tmp_path / "draft")))
+    assert f"trained for the target with fingerprint {'a' * 64}, this one has" in text
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "target", tmp_path / "target")
+    path = tmp_path / "target" / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    last = tree["added_tokens"][-1]
+    tree["added_tokens"] += [last | {"id": last["id"] + n, "content": f"<extra {n}>"} for n in range(1, 20)]
+    path.write_text(json.dumps(tree))
+    text = failure(monkeypatch, capsys, arguments(place, target=str(tmp_path / "target")))
+    assert "its largest id is" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_shows_examples_as_typed(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout
+    assert f"\n    dspark {command} --" in result.stdout
+    assert set(COMMANDS) == {info.name for info in app.registered_commands}

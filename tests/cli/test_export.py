@@ -1,0 +1,110 @@
+"""dspark export: a checkpoint or a draft becomes the folder that was asked for."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import PAD_TOKEN_ID, STOP_TOKEN_ID, write_tiny_ling
+from training_run import run_fields
+from typer.testing import CliRunner
+
+from dspark.cli.main import app, main
+from dspark.config import RunConfig, save_run
+from dspark.draft.model import DraftModel
+from dspark.errors import DraftMismatchError
+from dspark.export import read_draft
+from dspark.target.loading import load_tables
+from dspark.train.checkpoint import Progress, save_checkpoint
+
+TABLES = {"embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    """A run folder with two checkpoints of different weights."""
+    config = RunConfig.model_validate(run_fields(tmp_path))
+    folder = config.train.folder
+    folder.mkdir()
+    write_tiny_ling(tmp_path / "target")
+    save_run(config, folder / "run.yaml")
+    for step in (5, 10):
+        draft = DraftModel(config.draft)
+        draft.initialise(torch.Generator().manual_seed(step))
+        parameters = {name: parameter.detach() for name, parameter in draft.named_parameters()}
+        moments = {f"{moment}.{name}": t * 0 for moment in ("exp_avg", "exp_avg_sq") for name, t in parameters.items()}
+        save_checkpoint(folder / "checkpoints", Progress(step, step), parameters, moments)
+    return config
+
+
+def export(*words: object) -> str:
+    result = CliRunner().invoke(app, ["export", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_newest_checkpoint_or_the_one_asked_for_is_exported(run: RunConfig, tmp_path: Path) -> None:
+    for step, words in ((10, ()), (5, ("--step", 5))):
+        said = export("--run", run.train.folder, "--out", tmp_path / f"draft{step}", *words)
+        assert f"step-{step:08d}" in said.replace("\n", "")
+        draft = read_draft(tmp_path / f"draft{step}", load_tables(run.target.path))
+        saved = load_file(run.train.folder / "checkpoints" / f"step-{step:08d}" / "draft.safetensors")
+        assert torch.equal(draft.fc.weight, saved["fc.weight"].bfloat16().float())
+        tree = json.loads((tmp_path / f"draft{step}" / "config.json").read_text())
+        assert tree["architectures"] == ["LingDSparkModel"]
+        assert tree["num_anchors"] == run.train.num_anchors
+
+
+def test_a_draft_is_written_again_in_another_form(run: RunConfig, tmp_path: Path) -> None:
+    export("--run", run.train.folder, "--out", tmp_path / "one")
+    words = ("--target", run.target.path, "--architecture", "Qwen3DSparkModel", "--with-tables")
+    export("--draft", tmp_path / "one", *words, "--out", tmp_path / "two")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert two.keys() - one.keys() == TABLES
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert torch.equal(two["lm_head.weight"], load_tables(run.target.path)[1].bfloat16())
+    tree = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert tree["architectures"] == ["Qwen3DSparkModel"]
+    assert tree["num_anchors"] == run.train.num_anchors != 512
+    assert read_draft(tmp_path / "two", load_tables(run.target.path)).config == run.draft
+    write_tiny_ling(tmp_path / "other", seed=1)
+    with pytest.raises(DraftMismatchError, match="trained for the target with fingerprint"):
+        export("--draft", tmp_path / "one", "--target", tmp_path / "other", "--out", tmp_path / "three")
+
+
+def test_the_end_token_is_not_padding_although_the_target_stops_on_both(run: RunConfig, tmp_path: Path) -> None:
+    stops = {"eos_token_id": [PAD_TOKEN_ID, STOP_TOKEN_ID]}
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(stops))
+    export("--run", run.train.folder, "--out", tmp_path / "draft")
+    tree = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert (tree["eos_token_id"], tree["pad_token_id"]) == (STOP_TOKEN_ID, PAD_TOKEN_ID)
+
+
+def test_mistakes_are_named(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    folder = str(run.train.folder)
+    for words, complaint in (
+        ([], "give either --run TRAIN_FOLDER or --draft FOLDER"),
+        (["--run", folder, "--draft", "x"], "give either --run TRAIN_FOLDER or --draft FOLDER"),
+        (["--run", folder, "--step", "7"], "the steps there are: 5, 10"),
+        (["--run", str(tmp_path / "none")], "run.yaml: no such file"),
+        (["--draft", "x"], "--target: missing"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["dspark", "export", *out, *words])
+        with pytest.raises(SystemExit) as error:
+            main()
+        assert error.value.code == 2
+        assert complaint in capsys.readouterr().err
+    tree = yaml.safe_load((run.train.folder / "run.yaml").read_text())
+    tree["draft"]["markov_rank"] += 1
+    (run.train.folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    monkeypatch.setattr(sys, "argv", ["dspark", "export", *out, "--run", folder])
+    with pytest.raises(SystemExit):
+        main()
+    assert "made for another draft" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

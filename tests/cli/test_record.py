@@ -1,0 +1,146 @@
+"""dspark record: the very ids of the responses are recorded; what does not fit is refused before the target runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from prompts_run import write_prompts_run
+from recorded import contents
+from tiny import STOP_TOKEN_ID, write_tiny_ling
+from training_run import TAPS
+from typer.testing import CliRunner
+
+from dspark.cli import record as door
+from dspark.cli.main import app
+from dspark.cli.prepare import prepare
+from dspark.cli.record import record
+from dspark.errors import DraftMismatchError, PromptError, RecordError
+from dspark.record.reader import RecordReader
+from dspark.target.loading import load_tables
+
+PROMPTS: list[dict[str, Any]] = [{"prompt": f"Add {number} and 2."} for number in range(6)]
+TALKS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
+    {"text": "def add(a, b):\n    return a + b\n"},
+    {"messages": [{"role": "user", "content": "Hi"}]},
+    {"messages": []},
+    {"text": "def add(a, b):\n" * 20},
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run.yaml of a folder with responses; tests record into copies of its settings, never into the folder."""
+    config = write_prompts_run(tmp_path_factory.mktemp("prepared"), *PROMPTS)
+    prepare(config)
+    return config
+
+
+@pytest.fixture
+def config(prepared: Path, tmp_path: Path) -> Path:
+    """A fresh record folder with those responses."""
+    fields = yaml.safe_load(prepared.read_text())
+    fields["record"]["folder"] = str(tmp_path / "record")
+    (tmp_path / "record").mkdir()
+    for path in (prepared.parent / "record").iterdir():
+        (tmp_path / "record" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields))
+    return tmp_path / "run.yaml"
+
+
+def test_the_ids_of_the_responses_are_recorded_exactly_and_no_end_of_turn_is_invented(config: Path) -> None:
+    record(config)
+    folder = config.parent / "record"
+    rows = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    reader = RecordReader(folder)
+    for index, row in enumerate(rows):
+        sequence = reader[index]
+        assert sequence.ids_T.tolist() == row["prompt_ids"] + row["response_ids"]
+        assert sequence.ids_T[sequence.loss_mask_T].tolist() == row["response_ids"]
+        assert (sequence.ids_T[-1] == STOP_TOKEN_ID) == (row["finish_reason"] == "stop")
+    manifest = reader.manifest
+    assert (manifest.answers, manifest.temperature, manifest.target_layer_ids) == ("target", 1.0, TAPS)
+    assert len(manifest.shards) > 1
+    reader.check(load_tables(manifest.target)[1])
+
+
+def test_a_record_runs_again_only_for_what_is_missing(config: Path) -> None:
+    record(config)
+    folder = config.parent / "record"
+    before = contents(folder)
+    (folder / "shard-00001.safetensors").unlink()
+    record(config)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "words"),
+    [
+        (["data.temperature=0.5"], RecordError, r"responses.jsonl: made with temperature 1.0 \(now 0.5\)"),
+        (["data.is_thinking=true"], RecordError, r"responses.jsonl: made with is_thinking False \(now True\)"),
+        (["seed=3"], RecordError, r"responses.jsonl: made with seed 0 \(now 3\)"),
+        (
+            ["draft.target_layer_ids=[0, 1, 4]"],
+            RecordError,
+            r"target_layer_ids is \(0, 2, 4\) there and \(0, 1, 4\) now",
+        ),
+        (["target.dtype=float64"], RecordError, "dtype is 'float32' there and 'float64' now"),
+        (["record.shard_tokens=99"], RecordError, "shard_tokens is 150 there and 99 now"),
+        (
+            ["record.max_tokens=30"],
+            PromptError,
+            r"6 of 6 conversations .*\n.*responses.jsonl:1: \d+ tokens, at most 30",
+        ),
+        (["draft.hidden_size=64"], DraftMismatchError, "draft.hidden_size is 64, the target has 32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_target_is_read_and_nothing_is_lost(
+    config: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], error: type[Exception], words: str
+) -> None:
+    record(config)
+    before = contents(config.parent / "record")
+    monkeypatch.setattr(door, "load_target", None)
+    with pytest.raises(error, match=words):
+        record(config, overrides)
+    assert contents(config.parent / "record") == before
+
+
+def test_another_target_is_refused(config: Path, tmp_path: Path) -> None:
+    other = write_tiny_ling(tmp_path / "other", seed=1)
+    with pytest.raises(RecordError, match="made with target_fingerprint"):
+        record(config, [f"target.path={other}"])
+
+
+def test_missing_responses_say_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="run dspark prepare first"):
+        record(write_prompts_run(tmp_path, *PROMPTS))
+
+
+def test_given_answers_are_recorded_when_asked_and_unusable_ones_refused_together(tmp_path: Path) -> None:
+    config = write_prompts_run(tmp_path, *TALKS)
+    with pytest.raises(PromptError) as error:
+        record(config, as_given=True)
+    for words in ("3 of 5", "rows.jsonl:3: found messages of ['user']", "rows.jsonl:4: found messages of []"):
+        assert words in str(error.value)
+    assert "rows.jsonl:5: " in str(error.value)
+    assert not (tmp_path / "record").exists()
+    record(config, as_given=True, leave_out_unusable=True)
+    reader = RecordReader(tmp_path / "record")
+    assert (reader.manifest.answers, reader.manifest.temperature) == ("given", None)
+    assert [int(reader[index].loss_mask_T.sum()) for index in range(2)] == [
+        len("Hello.") + 1,
+        len(reader[1].ids_T) - 1,
+    ]
+    reader.check(load_tables(tmp_path / "target")[1].to(torch.float32))
+
+
+def test_the_command_line_shows_what_is_supervised(config: Path) -> None:
+    result = CliRunner().invoke(app, ["record", "--config", str(config)])
+    assert result.exit_code == 0, result.output
+    assert "<role>HUMAN</role>Add 0 and 2.<|role_end|><role>ASSISTANT</role>" in result.output
+    assert "6 sequences" in result.output
+    assert f"shards in {config.parent / 'record'}" in result.output

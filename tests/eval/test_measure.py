@@ -1,0 +1,142 @@
+"""What is measured is what was decoded: counts, time, loops, and texts that do not depend on their neighbours."""
+
+from typing import Any
+
+import pytest
+import torch
+from golden_draft import exact
+from toy import TableTarget
+
+from dspark.config import DraftConfig
+from dspark.decode.generation import speculate
+from dspark.decode.round import Round
+from dspark.decode.sampling import Sampling, row_uniforms
+from dspark.draft.model import DraftModel
+from dspark.errors import PromptError
+from dspark.eval.excerpt import Piece, pieces
+from dspark.eval.measure import DecodedText, decode_prompts, is_looping, measure, summarise
+
+PROMPTS = [torch.tensor([3, 1, 4]), torch.tensor([1, 5]), torch.tensor([9])]
+
+
+@pytest.fixture(scope="module")
+def pair(dspark_golden: dict[str, Any]) -> tuple[TableTarget, DraftModel]:
+    """The golden file's table target and its draft."""
+    golden = dspark_golden["decode_end_to_end"]
+    tables = tuple(exact(golden[name], torch.float32) for name in ("token_table", "position_table"))
+    config = DraftConfig(
+        max_position_embeddings=64, **{k: v for k, v in dspark_golden["config"].items() if k != "num_anchors"}
+    )
+    target = TableTarget(
+        exact(golden["logit_table"], torch.float32), taps=tables, target_layer_ids=config.target_layer_ids
+    )
+    draft = DraftModel(config)
+    weights = {name: exact(value, torch.float32) for name, value in dspark_golden["weights"].items()}
+    tables = weights.pop("embed_tokens.weight"), weights.pop("lm_head.weight")
+    draft.load_state_dict(weights)
+    draft.bind(*tables)
+    return target, draft.eval()
+
+
+def test_a_measurement_pools_the_rounds_of_speculate(pair: tuple[TableTarget, DraftModel]) -> None:
+    sampling = Sampling(1.0, 20)
+    seen: list[int] = []
+    measurement = measure(*pair, ("toy", PROMPTS), sampling, 7, lambda: seen.append(1))
+    alone = [speculate(*pair, prompt, sampling, row_uniforms(7, index)) for index, prompt in enumerate(PROMPTS)]
+    rounds = [counts for generation in alone for counts in generation.rounds]
+    assert len(seen) == 3
+    assert (measurement.task, measurement.temperature, measurement.num_prompts) == ("toy", 1.0, 3)
+    assert measurement.new_tokens == sum(len(generation.ids_T) for generation in alone) == 60
+    assert measurement.tokens_per_second == pytest.approx(60 / measurement.seconds)
+    assert measurement.acceptance is not None
+    assert measurement.acceptance.num_rounds == len(rounds)
+    assert measurement.acceptance.mean_acceptance_length == sum(r.acceptance_length for r in rounds) / len(rounds)
+
+
+def test_a_prompt_says_the_same_whatever_else_is_measured(pair: tuple[TableTarget, DraftModel]) -> None:
+    sampling = Sampling(1.0, 20)
+    few, all_three = (decode_prompts(*pair, PROMPTS[:count], sampling, 7) for count in (2, 3))
+    assert [text.ids_T.tolist() for text in few] == [text.ids_T.tolist() for text in all_three[:2]]
+    assert few[0].ids_T.tolist() != decode_prompts(*pair, PROMPTS[:1], sampling, 8)[0].ids_T.tolist()
+
+
+def test_greedy_texts_with_and_without_a_draft_are_the_same(pair: tuple[TableTarget, DraftModel]) -> None:
+    plain = decode_prompts(pair[0], None, PROMPTS, Sampling(0.0, 20), 7)
+    drafted = decode_prompts(*pair, PROMPTS, Sampling(0.0, 20), 7)
+    assert [text.ids_T.tolist() for text in plain] == [text.ids_T.tolist() for text in drafted]
+    assert all(not text.rounds for text in plain)
+    assert all(text.rounds for text in drafted)
+    assert summarise("toy", 0.0, plain).acceptance is None
+
+
+def test_a_task_whose_texts_stop_at_once_is_refused(pair: tuple[TableTarget, DraftModel]) -> None:
+    first = {int(text.ids_T[0]) for text in decode_prompts(pair[0], None, PROMPTS, Sampling(0.0, 1), 7)}
+    with pytest.raises(PromptError, match="all 3 texts stopped at their first token"):
+        measure(*pair, ("toy", PROMPTS), Sampling(0.0, 9, tuple(first)), 7)
+
+
+def text(ids: list[int], *lengths: int, is_looping: bool = False) -> DecodedText:
+    rounds = tuple(Round(5, length - 1, length, False, ()) for length in lengths)
+    return DecodedText(torch.tensor(ids), rounds, 2.0, is_looping)
+
+
+def test_texts_that_loop_are_counted_and_their_flattery_is_shown() -> None:
+    measurement = summarise("t", 0.0, [text([1, 2, 3], 1, 1), text([4] * 13, 6, 6, is_looping=True)])
+    assert measurement.looping_share == 0.5
+    assert measurement.tokens_per_second == 16 / 4
+    assert measurement.acceptance is not None
+    assert measurement.acceptance.mean_acceptance_length == 14 / 4
+    assert measurement.mean_acceptance_length_without_loops == 1.0
+    assert summarise("t", 0.0, [text([4], 6, is_looping=True)]).mean_acceptance_length_without_loops is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([7] * 48, True),
+        ([7] * 47, False),
+        ([*range(100), *[1, 2, 3] * 16], True),
+        ([*range(100), *[1, 2, 3] * 16, 9], False),
+        ([*range(12)] * 4, True),
+        ([*range(12)] * 3 + [*range(11)], False),
+        ([*range(64)] * 4, True),
+        ([*range(64)] * 3, False),
+        ([*range(65)] * 8, False),
+        ([*range(300)], False),
+        ([], False),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_loop_is_a_run_that_ends_the_text_again_and_again(ids: list[int], expected: bool) -> None:
+    assert is_looping(ids) is expected
+
+
+def test_a_text_that_left_its_loop_to_stop_does_not_loop() -> None:
+    logits_SV = torch.full((60, 60), -50.0)
+    logits_SV[:59, 2] = 0.0
+    logits_SV[59, 1] = 0.0
+    target = TableTarget(logits_SV, step=lambda state, new_id: min(state + 1, 59))
+    stopped, cut = (decode_prompts(target, None, PROMPTS[:1], Sampling(0.0, n, (1,)), 0)[0] for n in (60, 52))
+    assert stopped.ids_T.tolist() == [2] * 56 + [1]
+    assert not stopped.is_looping
+    assert cut.is_looping
+
+
+def test_an_excerpt_says_who_wrote_which_characters() -> None:
+    said = ["a", "b", "c", "d", "e", "f"]
+    decoded = text([0, 1, 2, 3, 4, 5], 3, 2)
+    assert pieces(decoded, lambda ids: "".join(said[i] for i in ids)) == (
+        Piece("a", 0, False),
+        Piece("bc", 1, True),
+        Piece("d", 1, False),
+        Piece("e", 2, True),
+        Piece("f", 2, False),
+    )
+
+
+def test_bytes_of_one_character_go_to_the_piece_that_completes_it() -> None:
+    bytes_of = [b"x", b"\xc3", b"\xa9", b"y"]
+    decoded = text([0, 1, 2, 3], 1, 2)
+    cut = pieces(decoded, lambda ids: b"".join(bytes_of[i] for i in ids).decode(errors="replace"))
+    assert "".join(piece.text for piece in cut) == "xéy"
+    assert cut == (Piece("x", 0, False), Piece("é", 2, True), Piece("y", 2, False))
