@@ -101,7 +101,9 @@ def comparison_table(contenders: Sequence[Contender], title: str) -> Table:
             cells += [f"{number(a.mean_acceptance_length)} ({interval(a.interval)})" if a else "1"]
             cells += [f"{m.tokens_per_second:.1f}"]
         table.add_row(contender.name, *cells)
-    table.caption = f"acceptance: mean acceptance length, bonus token included\ntexts that end in a loop: {loops(contenders)}"
+    table.caption = (
+        f"acceptance: mean acceptance length, bonus token included\ntexts that end in a loop: {loops(contenders)}"
+    )
     return table
 
 
