@@ -16,7 +16,7 @@ from dspark.config import RunConfig, load_run
 from dspark.distributed import parent_command, start_accelerator
 from dspark.draft.model import DraftModel
 from dspark.errors import DraftMismatchError, DsparkError, one_line
-from dspark.export import FolderFields, read_draft, write_draft
+from dspark.export import FolderFields, architecture_for, read_draft, write_draft
 from dspark.export.draft_config import config_json
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
@@ -125,7 +125,7 @@ def folder_fields(run: RunConfig) -> FolderFields:
         pad_token_id=facts.pad_token_id,
         bos_token_id=facts.bos_token_id,
         num_anchors=run.train.num_anchors,
-        architecture="LingDSparkModel" if facts.architecture.startswith("Bailing") else "Qwen3DSparkModel",
+        architecture=architecture_for(facts.architecture),
     )
 
 

@@ -180,6 +180,20 @@ class RunConfig(Section):
     train: TrainSection
     eval: EvalSection
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.record.max_tokens > self.draft.max_position_embeddings:
+            raise ValueError(
+                f"record.max_tokens must be at most draft.max_position_embeddings "
+                f"{self.draft.max_position_embeddings}, got {self.record.max_tokens}"
+            )
+        if self.objective.confidence and not self.draft.enable_confidence_head:
+            raise ValueError(
+                f"objective.confidence is {self.objective.confidence:g} but draft.enable_confidence_head is false; "
+                f"set one of them to fit the other"
+            )
+        return self
+
 
 def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a run from YAML and apply ``section.key=value`` overrides (values are YAML).

@@ -42,6 +42,8 @@ def test_an_override_changes_one_value(run_file: Path) -> None:
         ("draft.target_layer_ids=[3, 1]", ["target_layer_ids", "strictly increasing", "[3, 1]"]),
         ("draft.target_layer_ids=[1, 99]", ["target_layer_ids", "[1, 99]"]),
         ("draft.mask_token_id=9999999", ["mask_token_id", "9999999"]),
+        ("record.max_tokens=9999", ["record.max_tokens", "max_position_embeddings", "4096", "9999"]),
+        ("draft.enable_confidence_head=false", ["objective.confidence", "enable_confidence_head"]),
         ("draft.num_key_value_heads=3", ["num_attention_heads", "multiple"]),
         ("train.steps=", ["train.steps", "None"]),
         ("train=3", ["train"]),

@@ -83,7 +83,7 @@ def run_fields(folder: Path, **train: Any) -> dict[str, Any]:
         "name": "test",
         "target": {"path": str(folder / "target"), "dtype": "float32"},
         "data": {"sources": ["none.jsonl"]},
-        "record": {"folder": str(folder / "record")},
+        "record": {"folder": str(folder / "record"), "max_tokens": 256},
         "draft": {
             "vocab_size": VOCAB_SIZE,
             "hidden_size": WIDTH,

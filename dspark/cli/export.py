@@ -10,7 +10,15 @@ from rich.console import Console
 from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
-from dspark.export import Architecture, FolderFields, check_target, draft_parameter_count, read_draft, write_draft
+from dspark.export import (
+    Architecture,
+    FolderFields,
+    architecture_for,
+    check_target,
+    draft_parameter_count,
+    read_draft,
+    write_draft,
+)
 from dspark.provenance import describe_launch
 from dspark.target.config import read_config_json
 from dspark.target.loading import TargetFacts, load_tables, target_facts, target_fingerprint
@@ -72,11 +80,10 @@ def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, in
 
 
 def _fields(facts: TargetFacts, architecture: Architecture | None, num_anchors: int) -> FolderFields:
-    is_ling = facts.architecture.startswith("Bailing")
     return FolderFields(
         eos_token_id=facts.eos_token_id,
         pad_token_id=facts.pad_token_id,
         bos_token_id=facts.bos_token_id,
         num_anchors=num_anchors,
-        architecture=architecture or ("LingDSparkModel" if is_ling else "Qwen3DSparkModel"),
+        architecture=architecture or architecture_for(facts.architecture),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 360, 230
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 44
+LEFT, RIGHT, TOP, BOTTOM = 46, 26, 12, 44
 
 
 @dataclass(frozen=True)

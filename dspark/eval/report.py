@@ -93,7 +93,7 @@ def comparison_table(contenders: Sequence[Contender], title: str) -> Table:
     table.add_column("decoding", no_wrap=True)
     for m in contenders[0].measurements:
         table.add_column(f"acceptance, T = {m.temperature:g}\n(95 % interval)", justify="right", no_wrap=True)
-        table.add_column("tokens/s", justify="right", no_wrap=True)
+        table.add_column("tok/s", justify="right", no_wrap=True)
     for contender in contenders:
         cells: list[str] = []
         for m in contender.measurements:

@@ -1,6 +1,6 @@
 """Our weights in the layout that runtimes load, and back."""
 
-from dspark.export.draft_config import Architecture, FolderFields, read_draft_config
+from dspark.export.draft_config import Architecture, FolderFields, architecture_for, read_draft_config
 from dspark.export.draft_folder import (
     check_target,
     draft_fingerprint,
@@ -13,6 +13,7 @@ from dspark.export.draft_folder import (
 __all__ = [
     "Architecture",
     "FolderFields",
+    "architecture_for",
     "check_target",
     "draft_fingerprint",
     "draft_parameter_count",

@@ -39,6 +39,11 @@ _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
 """Keys of which only these values are computed; a missing key is the value None."""
 
 
+def architecture_for(target_architecture: str) -> Architecture:
+    """The tag of a draft for this target: runtimes know Ling's drafts by a name of their own."""
+    return "LingDSparkModel" if target_architecture.startswith("Bailing") else "Qwen3DSparkModel"
+
+
 @dataclass(frozen=True)
 class FolderFields:
     """What config.json says beside the architecture of the draft.

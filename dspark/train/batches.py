@@ -75,8 +75,8 @@ class Share:
         return range(sequences_seen, sequences_seen + num_steps * self.sequences_per_step, self.sequences_per_step)
 
 
-READERS = 4
-"""Steps read ahead, each in a thread of its own, while the step before them runs."""
+READERS = 2
+"""Steps read ahead, each in a thread of its own; host memory holds their windows beside the one that is used."""
 
 
 def read_windows(record: Record, run: RunConfig, share: Share, starts: range) -> Iterator[list[Batch]]:

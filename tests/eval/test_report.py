@@ -13,7 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark.decode.round import Round
-from dspark.eval.charts import Interval, Series, bar_chart, interval_chart, line_chart, ticks
+from dspark.eval.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Interval,
+    Series,
+    bar_chart,
+    interval_chart,
+    line_chart,
+    ticks,
+)
 from dspark.eval.comparison import Contender, summary
 from dspark.eval.excerpt import Piece
 from dspark.eval.measure import DecodedText, Measurement, summarise
@@ -138,7 +151,9 @@ def test_a_line_runs_from_corner_to_corner_and_leaves_out_what_is_not_finite() -
     chart = line_chart([Series("loss", ((0, 0.0), (5, math.nan), (10, 1.0)), 1)], "step", "loss")
     points = re.search(r'points="([^"]*)"', chart)
     assert points
-    assert points.group(1) == "46.0,186.0 348.0,12.0", "left foot to right top"
+    assert points.group(1) == f"{LEFT:.1f},{HEIGHT - BOTTOM:.1f} {WIDTH - RIGHT:.1f},{TOP:.1f}", (
+        "left foot to right top"
+    )
 
 
 def test_a_bar_is_as_high_as_its_share() -> None:
@@ -149,6 +164,6 @@ def test_a_bar_is_as_high_as_its_share() -> None:
 
 def test_an_interval_spans_its_bounds() -> None:
     chart = interval_chart([Interval("a", 1.0, 1.5, 2.0, 1)], "length")
-    assert 'd="M46.0 ' in chart
-    assert "H348.0" in chart
-    assert re.search(r'<circle[^>]* cx="197.0"', chart)
+    assert f'd="M{LEFT:.1f} ' in chart
+    assert f"H{WIDTH - RIGHT:.1f}" in chart
+    assert f'cx="{(LEFT + WIDTH - RIGHT) / 2:.1f}"' in chart
