@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+# Read when torch is loaded: threads that wait soon sleep, or a busy CPU takes many times as long.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
 import torch
 import typer
 from rich.console import Console
@@ -71,8 +74,8 @@ def main(
     with progress_bar(run, done.step, is_main) as show:
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
-            f"{processes}, {accelerator.distributed_type.value}, {accelerator.mixed_precision}"
-            + bias_note(reader.manifest, run.objective)
+            f"{processes}, distributed: {accelerator.distributed_type.value.lower()}, "
+            f"mixed precision: {accelerator.mixed_precision}" + bias_note(reader.manifest, run.objective)
         )
         for window in read_windows(reader, run, share, share.starts(done.sequences_seen, run.train.steps - done.step)):
             metrics.add(train_step(learner, window, done.step))

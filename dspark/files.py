@@ -28,6 +28,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict
     """Write a safetensors file; what the disk refuses is an OSError that names it, as with any other file."""
     try:
         save_file(dict(tensors), path, metadata)
+        path.chmod(0o644)  # as other files; the library lets only the owner read
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
 

@@ -100,7 +100,7 @@ def test_two_processes_learn_what_one_does(place: Path, tmp_path: Path) -> None:
         ACCELERATE_USE_CPU="true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "2 x cpu, MULTI_CPU" in done.stdout
+    assert "2 x cpu, distributed: multi_cpu" in done.stdout
     assert_same(tmp_path / "run", place / "run", tolerance=1e-6)
 
 
@@ -120,7 +120,7 @@ def test_deepspeed_learns_what_one_process_does_and_goes_on_with_its_checkpoints
         DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(extensions),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "2 x cpu, DEEPSPEED" in done.stdout
+    assert "2 x cpu, distributed: deepspeed" in done.stdout
     assert_same(tmp_path / "run", place / "run", tolerance=1e-6)
 
 

@@ -33,9 +33,8 @@ from dspark.train.log import METRICS
 from dspark.train.run_folder import RUN
 from dspark.train.setup import fresh_draft
 
-THREADS = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "2000"}
-"""Of the first three stages: waiting threads soon sleep, or a busy machine takes many times as long. One prompt at a
-time of so small a model decodes fastest with one thread."""
+THREADS = {"OMP_NUM_THREADS": "2"}
+"""Of the first three stages. One prompt at a time of so small a model decodes fastest with one thread."""
 DEMO = REPOSITORY / "configs" / "demo.yaml"
 LEARNER = "demo draft"
 
