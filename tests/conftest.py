@@ -17,7 +17,16 @@ os.environ.update(
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
+
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> torch.device:
+    """Where kernel tests run: the GPU, or the CPU through Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)

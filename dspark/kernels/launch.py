@@ -1,0 +1,49 @@
+"""What every Triton kernel's launch shares: the interpreter's arithmetic and programmatic dependent launch.
+
+With programmatic dependent launch (PDL) a kernel may start while its predecessor still runs. ``wait`` returns when the
+predecessor has finished and its writes are seen; every kernel of a chain calls it, before its first read of an
+activation and its first write to memory, also one that reads nothing of its predecessor: otherwise the work of the
+kernel two back is not ordered. Weights may be read before. ``signal`` lets the successor be scheduled.
+Source: CUDA programming guide, programmatic dependent launch; specs/verifier-kernels.md section 3.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+PADDED_TOKENS = 16
+"""The tile that holds a step's 1..16 tokens."""
+
+
+@triton.jit
+def wait(IS_CHAINED: tl.constexpr) -> None:
+    """Wait for the predecessor in a chain."""
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def signal(IS_CHAINED: tl.constexpr) -> None:
+    """Let the successor in a chain be scheduled."""
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, whose bfloat16 arithmetic is wrong and which knows no PDL."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """What to cast the operands of ``tl.dot`` to: float32 in the interpreter, their own dtype on a GPU."""
+    if is_interpreted() or dtype == torch.float32:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def options(is_chained: bool) -> dict[str, Any]:
+    """The launch arguments that switch PDL; none in the interpreter."""
+    is_chained = is_chained and not is_interpreted()
+    return {"IS_CHAINED": is_chained, "launch_pdl": is_chained}

@@ -1,0 +1,81 @@
+"""Compiles kernels for sm_90 without a GPU, in a process of its own where Triton's interpreter is off."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler says of a kernel: registers a thread, bytes spilled, bytes of shared memory; and its PTX."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    ptx: str
+
+
+def compile_sm90(module: str, kernels: list[dict[str, Any]]) -> list[Compiled]:
+    """Each of ``kernels``: name, signature (argument: "*bf16", "i32", ... or "constexpr"), constexprs, num_warps,
+    num_stages. A constexpr that is a Triton dtype is written "tl.bfloat16".
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, __file__, module]
+    done = subprocess.run(command, input=json.dumps(kernels), env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return [Compiled(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _assemble(ptx: str, folder: str) -> tuple[int, int]:
+    import triton
+
+    source = Path(folder) / "kernel.ptx"
+    source.write_text(ptx)
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [str(ptxas), "-v", "--gpu-name", "sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
+    said = subprocess.run(command, check=True, text=True, capture_output=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    assert registers and spills, said
+    return int(registers.group(1)), sum(map(int, spills))
+
+
+def _main() -> None:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+
+    module = importlib.import_module(sys.argv[1])
+    rows = []
+    for kernel in json.loads(sys.stdin.read()):
+        constexprs = {
+            name: getattr(tl, value[3:]) if isinstance(value, str) and value.startswith("tl.") else value
+            for name, value in kernel["constexprs"].items()
+        }
+        source = triton.compiler.ASTSource(
+            fn=getattr(module, kernel["name"]), signature=kernel["signature"], constexprs=constexprs
+        )
+        options = {name: kernel[name] for name in ("num_warps", "num_stages") if name in kernel}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        with tempfile.TemporaryDirectory() as folder:
+            registers, spill_bytes = _assemble(compiled.asm["ptx"], folder)
+        rows.append(
+            {
+                "registers": registers,
+                "spill_bytes": spill_bytes,
+                "shared_bytes": compiled.metadata.shared,
+                "ptx": compiled.asm["ptx"],
+            }
+        )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    _main()
