@@ -21,14 +21,14 @@ PADDED_TOKENS = 16
 def wait(IS_CHAINED: tl.constexpr) -> None:
     """Wait for the predecessor in a chain."""
     if IS_CHAINED:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
 
 
 @triton.jit
 def signal(IS_CHAINED: tl.constexpr) -> None:
     """Let the successor in a chain be scheduled."""
     if IS_CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
 
 
 def is_interpreted() -> bool:

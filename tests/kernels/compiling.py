@@ -43,7 +43,8 @@ def _assemble(ptx: str, folder: str) -> tuple[int, int]:
     said = subprocess.run(command, check=True, text=True, capture_output=True).stderr
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-    assert registers and spills, said
+    assert registers, said
+    assert spills, said
     return int(registers.group(1)), sum(map(int, spills))
 
 
