@@ -15,7 +15,7 @@ ARROWS = {
     "target": {"layers", "kernels"},
     "draft": {"layers", "kernels"},
     "data": set(),
-    "verifier": {"target", "kernels"},
+    "verifier": {"target", "kernels", "layers"},  # layers: the rotary table
     "record": {"target", "verifier", "data"},
     "train": {"draft", "record", "data", "kernels"},
     "export": {"draft"},
@@ -64,8 +64,8 @@ def test_a_file_stays_small_and_says_what_it_is(path: Path) -> None:
     tree = ast.parse(text)
     assert len(text.splitlines()) <= MAX_LINES
     assert ast.get_docstring(tree), "every module has a docstring"
-    if path.name == "kernel.py":
-        return
+    if PACKAGE / "kernels" in path.parents:
+        return  # tensors in, tensors out: an operation takes every tensor by name, and a kernel is one function
     for function in functions(tree):
         statements = sum(isinstance(node, ast.stmt) for node in ast.walk(function)) - 1
         given = [a.arg for a in function.args.args + function.args.kwonlyargs if a.arg not in {"self", "cls"}]

@@ -1,4 +1,4 @@
-"""What every Triton kernel's launch shares: the interpreter's arithmetic and programmatic dependent launch.
+"""What every Triton kernel's launch shares: the interpreter's arithmetic, programmatic dependent launch, prefetching.
 
 With programmatic dependent launch (PDL) a kernel may start while its predecessor still runs. ``wait`` returns when the
 predecessor has finished and its writes are seen; every kernel of a chain calls it, before its first read of an
@@ -13,9 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-PADDED_TOKENS = 16
-"""The tile that holds a step's 1..16 tokens."""
-
 
 @triton.jit
 def wait(IS_CHAINED: tl.constexpr) -> None:
@@ -29,6 +26,26 @@ def signal(IS_CHAINED: tl.constexpr) -> None:
     """Let the successor in a chain be scheduled."""
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
+
+
+@triton.jit
+def prefetch_lines(  # type: ignore[no-untyped-def]
+    base, first_line, num_bytes, LINES: tl.constexpr, IS_CHAINED: tl.constexpr
+) -> None:
+    """Lines of 128 bytes first_line .. first_line + LINES - 1 after base, as far as they begin inside num_bytes.
+
+    Only in a chain, where a kernel starts early enough for this to help: inline assembly is not interpreted either.
+    """
+    if IS_CHAINED:
+        offset = (first_line + tl.arange(0, LINES)) * 128
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [base.to(tl.int64) + offset, (offset < num_bytes).to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 def is_interpreted() -> bool:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dspark.kernels import moe
+from dspark.kernels import moe, router
 from dspark.layers.mlp import SwiGLU
 from dspark.target.config import TargetConfig
 
@@ -24,10 +24,10 @@ class Router(nn.Module):
         self.law = (config.n_group, config.topk_group, config.num_experts_per_tok, config.routed_scaling_factor)
 
     def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ids_NK and weights_NK, as ``moe.route``."""
+        """Returns ids_NK and weights_NK, as ``router.route``."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         with torch.autocast(x_ND.device.type, enabled=False):
-            return moe.route(functional.linear(x_ND.to(wide), self.weight.to(wide)), self.expert_bias, *self.law)
+            return router.route(functional.linear(x_ND.to(wide), self.weight.to(wide)), self.expert_bias, *self.law)
 
 
 class Experts(nn.Module):

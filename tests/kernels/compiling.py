@@ -1,4 +1,4 @@
-"""Compiles kernels for sm_90 without a GPU, in a process of its own where Triton's interpreter is off."""
+"""Compiles kernels for sm_90 as a launch does, without a GPU, in a process where Triton's interpreter is off."""
 
 import importlib
 import json
@@ -10,6 +10,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,13 @@ class Compiled:
 
 
 def compile_sm90(module: str, kernels: list[dict[str, Any]]) -> list[Compiled]:
-    """Each of ``kernels``: name, signature (argument: "*bf16", "i32", ... or "constexpr"), constexprs, num_warps,
-    num_stages. A constexpr that is a Triton dtype is written "tl.bfloat16".
+    """Each of ``kernels``: name, signature (argument: "*bf16", "i32", ...), constexprs, num_warps, num_stages, maxnreg.
+
+    Pointers are taken to be aligned to 16 bytes, as torch's are. A constexpr that is a Triton dtype is written
+    "tl.bfloat16".
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    search = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": search}
     command = [sys.executable, __file__, module]
     done = subprocess.run(command, input=json.dumps(kernels), env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -60,21 +65,21 @@ def _main() -> None:
             name: getattr(tl, value[3:]) if isinstance(value, str) and value.startswith("tl.") else value
             for name, value in kernel["constexprs"].items()
         }
+        signature = kernel["signature"] | dict.fromkeys(constexprs, "constexpr")
+        function = getattr(module, kernel["name"])
+        pointers = [function.arg_names.index(name) for name, kind in signature.items() if kind.startswith("*")]
         source = triton.compiler.ASTSource(
-            fn=getattr(module, kernel["name"]), signature=kernel["signature"], constexprs=constexprs
+            fn=function,
+            signature=signature,
+            constexprs=constexprs,
+            attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
         )
-        options = {name: kernel[name] for name in ("num_warps", "num_stages") if name in kernel}
+        options = {name: kernel[name] for name in ("num_warps", "num_stages", "maxnreg") if name in kernel}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx, shared_bytes = compiled.asm["ptx"], compiled.metadata.shared
         with tempfile.TemporaryDirectory() as folder:
-            registers, spill_bytes = _assemble(compiled.asm["ptx"], folder)
-        rows.append(
-            {
-                "registers": registers,
-                "spill_bytes": spill_bytes,
-                "shared_bytes": compiled.metadata.shared,
-                "ptx": compiled.asm["ptx"],
-            }
-        )
+            registers, spill_bytes = _assemble(ptx, folder)
+        rows.append({"registers": registers, "spill_bytes": spill_bytes, "shared_bytes": shared_bytes, "ptx": ptx})
     print(json.dumps(rows))
 
 

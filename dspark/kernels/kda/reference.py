@@ -165,3 +165,65 @@ def _split(x_BTHE: torch.Tensor, size: int) -> torch.Tensor:
 
 def _join(x: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return x.flatten(2, 3).transpose(1, 2)[:, :num_tokens]
+
+
+def verify(
+    projected_TC: torch.Tensor,
+    history_WC: torch.Tensor,
+    conv_CJ: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_HE: torch.Tensor,
+    state_HEF: torch.Tensor,
+    lower_bound: float,
+) -> torch.Tensor:
+    """The outputs [T, H, F] of T further tokens of one sequence, in the projection's dtype; changes nothing.
+
+    Shapes: projected_TC the rows of the in-projection, [q | k | v | f | g | b] of widths 3 HE, HE, HF, H (g is not
+    read); history_WC the J - 1 inputs q | k | v before them; state_HEF in the wide dtype.
+    """
+    staged = _staged(projected_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF, lower_bound)
+    return recurrence(*staged).o_BTHF[0].to(projected_TC.dtype)
+
+
+def commit(
+    projected_LTC: torch.Tensor,
+    history_LWC: torch.Tensor,
+    conv_LCJ: torch.Tensor,
+    a_log_LH: torch.Tensor,
+    dt_bias_LHE: torch.Tensor,
+    state_LHEF: torch.Tensor,
+    lower_bound: float,
+    count_1: torch.Tensor,
+) -> None:
+    """Bring the states and histories of L layers the first ``count_1`` (0..T) of their T tokens on, in place.
+
+    Shapes: as ``verify`` takes them, stacked over the layers; count_1 int64.
+    """
+    count = int(count_1)
+    layers = zip(projected_LTC, history_LWC, conv_LCJ, a_log_LH, dt_bias_LHE, state_LHEF, strict=True)
+    for projected_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF in layers:
+        taken_TC = projected_TC[:count]
+        staged = _staged(taken_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF, lower_bound)
+        if count:
+            state_HEF.copy_(recurrence(*staged).state_BHEF[0])
+        history_WC.copy_(torch.cat((history_WC, taken_TC[:, : history_WC.shape[1]]))[count:])
+
+
+def _staged(
+    projected_TC: torch.Tensor,
+    history_WC: torch.Tensor,
+    conv_CJ: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_HE: torch.Tensor,
+    state_HEF: torch.Tensor,
+    lower_bound: float,
+) -> tuple[torch.Tensor, ...]:
+    """What ``recurrence`` takes, from rows of the in-projection; a batch of one."""
+    num_heads, width = dt_bias_HE.shape
+    inner, mixed = num_heads * width, conv_CJ.shape[0]
+    projected_BTC = projected_TC[None].to(state_HEF.dtype)
+    inputs_BTC, f_BTC, _, b_BTH = projected_BTC.split((mixed, inner, inner, num_heads), -1)
+    window_BWC = torch.cat((history_WC[None].to(state_HEF.dtype), inputs_BTC), 1)
+    q, k, v = torch.unflatten(short_conv(window_BWC, conv_CJ), -1, (3, num_heads, width)).unbind(2)
+    decay = log_decay(f_BTC.unflatten(-1, (num_heads, width)), a_log_H, dt_bias_HE, lower_bound)
+    return l2norm(q), l2norm(k), v, decay, b_BTH.sigmoid(), state_HEF[None]

@@ -1,5 +1,134 @@
-"""Latent attention: the plain form for whole sequences and the absorbed form over a latent cache."""
+"""Latent attention: the plain form for whole sequences and the absorbed form over a latent cache.
 
+``absorb``, ``attend`` and ``finish`` are the absorbed form of T = 1..16 tokens of one sequence, in three launches. Its
+length lies on the device: nothing here waits for it, and nothing depends on it but what is read.
+"""
+
+import torch
+
+from dspark.kernels import MAX_TOKENS
+from dspark.kernels.mla import reference
 from dspark.kernels.mla.reference import absorbed_attention, causal_attention
 
-__all__ = ["absorbed_attention", "causal_attention"]
+__all__ = ["absorb", "absorbed_attention", "attend", "causal_attention", "finish"]
+
+
+def absorb(
+    projected_TC: torch.Tensor,
+    norm_weight_C: torch.Tensor,
+    eps: float,
+    keys_HEC: torch.Tensor,
+    angles_JE2: torch.Tensor,
+    rows_JC: torch.Tensor,
+    length_1: torch.Tensor,
+    *,
+    is_chained: bool = False,
+) -> torch.Tensor:
+    """Absorbed queries of T tokens; writes the tokens' cache rows at ``length .. length+T-1`` of rows_JC in place.
+
+    Shapes: projected_TC rows ``q (heads of nope | rope) | kv_a (latent | rope) | ...``, what follows is not read;
+    norm_weight_C of the latent; keys_HEC [H, nope, latent], may be a view into kv_b_proj; angles_JE2 cosine and sine of
+    every position [J, rope / 2, 2] in float32 (float64 for float64); rows_JC ``normalised latent | rotated key``;
+    length_1 int64, the committed rows. Rows past the capacity J are dropped. Returns q_THC [T, H, latent + rope],
+    rotated and unscaled, in projected's dtype. T <= 16.
+    Raises: ValueError for another shape or dtype.
+    Source: specs/ling-3.0.md section 5.
+    """
+    num_heads, nope, latent = keys_HEC.shape
+    num_rows, rope = rows_JC.shape[0], rows_JC.shape[1] - latent
+    dtype = projected_TC.dtype
+    num_tokens, width = projected_TC.shape
+    needed = num_heads * (nope + rope) + latent + rope
+    if not 1 <= num_tokens <= MAX_TOKENS or width < needed:
+        raise ValueError(f"projected_TC: expected 1..16 tokens of at least {needed}, found {list(projected_TC.shape)}")
+    _expect("projected_TC", projected_TC, (num_tokens, width), dtype)
+    _expect("norm_weight_C", norm_weight_C, (latent,), dtype)
+    _expect("keys_HEC", keys_HEC, (num_heads, nope, latent), dtype)
+    _expect("angles_JE2", angles_JE2, (num_rows, rope // 2, 2), torch.promote_types(dtype, torch.float32))
+    _expect("rows_JC", rows_JC, (num_rows, latent + rope), dtype)
+    _expect("length_1", length_1, (1,), torch.int64)
+    inputs = (projected_TC, norm_weight_C, eps, keys_HEC, angles_JE2, rows_JC, length_1)
+    if not projected_TC.is_cuda:
+        return reference.absorb(*inputs)
+    from dspark.kernels.mla import kernel  # Triton, which a CPU may lack
+
+    return kernel.absorb(*inputs, is_chained=is_chained)
+
+
+def attend(
+    q_THC: torch.Tensor,
+    rows_JC: torch.Tensor,
+    length_1: torch.Tensor,
+    value_width: int,
+    scale: float,
+    num_splits: int,
+    *,
+    is_chained: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of absorbed queries on the cached rows, in splits: token t sees the rows ``0 .. length+t``.
+
+    The cache is cut into blocks of rows and split s reads the blocks s, s + num_splits, ...: a row's split depends on
+    nothing but its position, so a token's result does not depend on the tokens beside it, and the work is even at every
+    length. Splits of one split's own softmax; ``finish`` merges them.
+
+    Shapes: q_THC and rows_JC as ``absorb`` gives them; rows before ``length+T`` finite. Returns context_STHC float32
+    [num_splits, T, H, value_width], undefined where a split sees no row, and lse_STH, float32, the natural logarithm of
+    the split's sum of exponents, -inf there.
+    Raises: ValueError for another shape or dtype.
+    """
+    num_tokens, num_heads, width = q_THC.shape
+    if not 1 <= num_tokens <= MAX_TOKENS or not 0 < value_width <= width or num_splits < 1:
+        raise ValueError(
+            f"expected 1..16 tokens, a value_width in 1..{width} and at least one split, "
+            f"found {num_tokens} tokens, value_width {value_width} and {num_splits} splits"
+        )
+    _expect("q_THC", q_THC, (num_tokens, num_heads, width), q_THC.dtype)
+    _expect("rows_JC", rows_JC, (rows_JC.shape[0], width), q_THC.dtype)
+    _expect("length_1", length_1, (1,), torch.int64)
+    if not q_THC.is_cuda:
+        return reference.attend(q_THC, rows_JC, length_1, value_width, scale, num_splits)
+    from dspark.kernels.mla import kernel
+
+    return kernel.attend(q_THC, rows_JC, length_1, value_width, scale, num_splits, is_chained=is_chained)
+
+
+def finish(
+    context_STHC: torch.Tensor,
+    lse_STH: torch.Tensor,
+    values_HFC: torch.Tensor,
+    gate_TH: torch.Tensor,
+    *,
+    is_chained: bool = False,
+) -> torch.Tensor:
+    """Merge the splits, expand the latent to values, and gate every head: the input of the output projection.
+
+    Shapes: context and lse as ``attend`` gives them (every token sees a row in some split); values_HFC
+    [H, value, latent], may be a view into kv_b_proj; gate_TH the gate before the sigmoid, may be a strided view of the
+    in-projection's output. Returns o_THF in the gate's dtype. Merged context, value and gate are each rounded to it.
+    Raises: ValueError for another shape or dtype.
+    """
+    num_splits, num_tokens, num_heads, latent = context_STHC.shape
+    dtype = gate_TH.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    _expect("context_STHC", context_STHC, (num_splits, num_tokens, num_heads, latent), wide)
+    _expect("lse_STH", lse_STH, (num_splits, num_tokens, num_heads), wide)
+    _expect("values_HFC", values_HFC, (num_heads, values_HFC.shape[1], latent), dtype)
+    _expect("gate_TH", gate_TH, (num_tokens, num_heads), dtype)
+    if not gate_TH.is_cuda:
+        return reference.finish(context_STHC, lse_STH, values_HFC, gate_TH)
+    from dspark.kernels.mla import kernel
+
+    return kernel.finish(context_STHC, lse_STH, values_HFC, gate_TH, is_chained=is_chained)
+
+
+_STRIDED = ("projected_TC", "keys_HEC", "values_HFC", "gate_TH", "rows_JC")
+"""Tensors whose first dimension may have any stride."""
+
+
+def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    inner = tensor[0] if name in _STRIDED else tensor
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not inner.is_contiguous():
+        raise ValueError(
+            f"{name}: expected {list(shape)} {dtype}, contiguous{' rows' if name in _STRIDED else ''}, "
+            f"found {list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
+        )

@@ -30,3 +30,80 @@ def absorbed_attention(
     scores_BNJ = torch.baddbmm(bias_BNJ, q_BTHC.flatten(1, 2).to(wide), rows_BJC.transpose(1, 2), alpha=scale)
     context_BNC = scores_BNJ.softmax(-1) @ rows_BJC[..., :value_width]
     return torch.unflatten(context_BNC, 1, (num_tokens, num_heads)).to(q_BTHC.dtype)
+
+
+def absorb(
+    projected_TC: torch.Tensor,
+    norm_weight_C: torch.Tensor,
+    eps: float,
+    keys_HEC: torch.Tensor,
+    angles_JE2: torch.Tensor,
+    rows_JC: torch.Tensor,
+    length_1: torch.Tensor,
+) -> torch.Tensor:
+    """Absorbed queries [T, H, latent + rope]; writes the tokens' cache rows behind the first ``length``.
+
+    Roundings as in a latent attention block: the rotation and the norm in float32 or higher, each rounded once; the
+    absorbed query is a matrix product's output. Source: specs/ling-3.0.md section 5; DeepSeek-V2 section 2.1.
+    """
+    num_heads, nope, latent = keys_HEC.shape
+    rope = rows_JC.shape[1] - latent
+    heads = num_heads * (nope + rope)
+    q_THE = projected_TC[:, :heads].unflatten(1, (num_heads, nope + rope))
+    latent_TC, k_rope_TE = projected_TC[:, heads : heads + latent + rope].split((latent, rope), 1)
+    positions_T = length_1 + torch.arange(len(projected_TC), device=length_1.device)
+    positions_T = positions_T[positions_T < len(rows_JC)]
+    angles_TE2 = angles_JE2[positions_T.clamp(max=len(rows_JC) - 1)]
+    kept = len(positions_T)
+    rotated_TE = _rotate(k_rope_TE[:kept], angles_TE2)
+    normalised_TC = functional.rms_norm(latent_TC, norm_weight_C.shape, norm_weight_C, eps)
+    rows_JC[positions_T] = torch.cat((normalised_TC[:kept], rotated_TE), 1)
+    absorbed_HTC = q_THE[..., :nope].transpose(0, 1) @ keys_HEC
+    padded_TE2 = functional.pad(angles_TE2, (0, 0, 0, 0, 0, len(projected_TC) - kept))
+    q_rope_THE = _rotate(q_THE[..., nope:], padded_TE2[:, None])
+    return torch.cat((absorbed_HTC.transpose(0, 1), q_rope_THE), -1)
+
+
+def attend(
+    q_THC: torch.Tensor,
+    rows_JC: torch.Tensor,
+    length_1: torch.Tensor,
+    value_width: int,
+    scale: float,
+    num_splits: int,
+    block_rows: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax and weighted sum over the rows of each split alone; split s has the blocks s, s + num_splits, ...
+
+    Shapes: context_STHC [num_splits, T, H, value_width] (0 where a split sees no row) and lse_STH, float32 or higher.
+    Rows that no token sees may hold anything.
+    """
+    wide = torch.promote_types(q_THC.dtype, torch.float32)
+    places_J = torch.arange(len(rows_JC), device=rows_JC.device)
+    ends_T = length_1 + torch.arange(len(q_THC), device=length_1.device)
+    rows_JC = rows_JC.to(wide).where((places_J <= ends_T[-1])[:, None], 0)
+    scores_THJ = q_THC.to(wide) @ rows_JC.T * scale
+    splits_S = torch.arange(num_splits, device=rows_JC.device)
+    is_own_SJ = places_J // block_rows % num_splits == splits_S[:, None]
+    is_seen_STJ = is_own_SJ[:, None] & (places_J <= ends_T[:, None])
+    scores_STHJ = torch.where(is_seen_STJ[:, :, None], scores_THJ, -torch.inf)
+    context_STHC = scores_STHJ.softmax(-1).nan_to_num(0) @ rows_JC[:, :value_width]
+    return context_STHC, scores_STHJ.logsumexp(-1)
+
+
+def finish(
+    context_STHC: torch.Tensor, lse_STH: torch.Tensor, values_HFC: torch.Tensor, gate_TH: torch.Tensor
+) -> torch.Tensor:
+    """Merge the splits (the merged context rounded to the gate's dtype), expand to values, gate every head: o_THF."""
+    weights_STH = lse_STH.softmax(0).unsqueeze(-1)
+    context_THC = (weights_STH * context_STHC.where(weights_STH > 0, 0)).sum(0).to(gate_TH.dtype)
+    o_THF = (context_THC.transpose(0, 1) @ values_HFC.transpose(1, 2)).transpose(0, 1)
+    wide = torch.promote_types(gate_TH.dtype, torch.float32)
+    return (o_THF * gate_TH.to(wide).sigmoid().to(gate_TH.dtype).unsqueeze(-1)).contiguous()
+
+
+def _rotate(x: torch.Tensor, angles_E2: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (2i, 2i+1) of the last dimension by the angles whose cosine and sine are given."""
+    even, odd = torch.unflatten(x, -1, (-1, 2)).unbind(-1)
+    cos, sin = angles_E2.unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)

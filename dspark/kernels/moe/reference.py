@@ -1,35 +1,11 @@
-"""The router and the experts, defined. I inner width of an expert, K experts of a row."""
+"""The experts, defined. I inner width of an expert, K experts of a row."""
+
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
 
-
-def route(
-    logits_NX: torch.Tensor,
-    bias_X: torch.Tensor,
-    num_groups: int,
-    num_kept_groups: int,
-    num_picks: int,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose ``num_picks`` experts for every row inside its best groups.
-
-    Scores are sigmoid(logits). The bias takes part in choosing only: a group counts by the sum of its two largest
-    biased scores, and the weights are the plain scores of the chosen experts, made to sum to ``scaling``. Of two
-    equal experts or groups the one with the smaller index wins.
-
-    Shapes: logits_NX and bias_X float32 or float64. Returns ids_NK int64 by falling biased score, and weights_NK.
-    Source: DeepSeek-V3 (arXiv 2412.19437) section 2.1.2; specs/ling-3.0.md section 6.2.
-    """
-    scores_NX = logits_NX.sigmoid()
-    biased = (scores_NX + bias_X).unflatten(1, (num_groups, -1))
-    group_scores_NG = biased.topk(2).values.sum(-1)
-    kept_NG = group_scores_NG.sort(stable=True, descending=True).indices[:, :num_kept_groups]
-    is_dropped_NG = torch.ones_like(group_scores_NG, dtype=torch.bool).scatter_(1, kept_NG, False)
-    eligible_NX = biased.masked_fill(is_dropped_NG.unsqueeze(-1), -torch.inf).flatten(1)
-    ids_NK = eligible_NX.sort(stable=True, descending=True).indices[:, :num_picks]
-    weights_NK = scores_NX.gather(1, ids_NK)
-    return ids_NK, weights_NK * (scaling / (weights_NK.sum(1, keepdim=True) + 1e-20))
+from dspark.kernels.router import Dispatch
 
 
 def run_experts(
@@ -79,3 +55,31 @@ def combine(outputs_MD: torch.Tensor, order_M: torch.Tensor, weights_NK: torch.T
     place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.shape[0], device=order_M.device))
     outputs_NKD = outputs_MD.index_select(0, place_M).view(*weights_NK.shape, -1).to(weights_NK.dtype)
     return (outputs_NKD * weights_NK.unsqueeze(-1)).sum(1)
+
+
+def up(x_TD: torch.Tensor, gate_up_XCD: torch.Tensor, dispatch: Dispatch, limits_X: torch.Tensor) -> torch.Tensor:
+    """``swiglu`` of the gate and up rows of its expert for every pair, each rounded as a matrix product would be.
+
+    Shapes: gate_up_XCD [X+1, 2I, D]; limits_X an expert's clamp, inf for none. Returns act_MI, M = T*J pair rows.
+    """
+    num_slots = dispatch.weights_TJ.shape[1]
+    act_MI = x_TD.new_empty(dispatch.weights_TJ.numel(), gate_up_XCD.shape[1] // 2)
+    for expert, rows_M in _visits(dispatch):
+        gate_MI, up_MI = functional.linear(x_TD[rows_M // num_slots], gate_up_XCD[expert]).chunk(2, -1)
+        act_MI[rows_M] = swiglu(gate_MI, up_MI, float(limits_X[expert]))
+    return act_MI
+
+
+def down(act_MI: torch.Tensor, down_XDI: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    """Every pair's row through the down matrix of its expert, without its weight: out_TJD in the dtype of act_MI."""
+    out_MD = act_MI.new_empty(act_MI.shape[0], down_XDI.shape[1])
+    for expert, rows_M in _visits(dispatch):
+        out_MD[rows_M] = functional.linear(act_MI[rows_M], down_XDI[expert])
+    return out_MD.view(*dispatch.weights_TJ.shape, -1)
+
+
+def _visits(dispatch: Dispatch) -> Iterator[tuple[int, torch.Tensor]]:
+    """Every visited expert with its pair rows."""
+    for expert, pairs_N in zip(dispatch.experts_P.tolist(), dispatch.pairs_PN, strict=True):
+        if expert >= 0:
+            yield expert, pairs_N[pairs_N >= 0].long()

@@ -1,0 +1,319 @@
+"""Skinny projections in Triton: weight rows are the large side of the matrix product, 16 tokens the small one.
+
+A program owns ROWS weight rows and one of SPLITS shares of their columns, and reads every byte of them once. What it
+can do before its predecessor has finished, it does: the first HELD columns go to registers, the rest of its share is
+asked into L2. After the wait a software pipeline of num_stages steps of COLUMNS columns runs over the rest. SLICES
+column slices of a step go to different warps (a batched product), so that no warp waits on a long chain of
+accumulations; they are added at the end. Shares of the columns meet in a workspace: the last to arrive adds them in
+order. Tokens are padded to 16 for every T, so a token's result does not depend on T.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dspark.kernels import launch
+from dspark.kernels.launch import signal, wait
+
+
+class Tile(NamedTuple):
+    """How a projection is cut; every field can be swept.
+
+    rows of a program; columns of a pipeline step; slices of a step that warps share (1, or a batched product, which
+    holds to the classic tensor-core instruction; with 1 and 64 rows or more the warp-group one is used); splits of the
+    columns over programs; held columns that are loaded before the wait (a power of two; 0 for none); whether the rest
+    is prefetched to L2 before the wait; whether weights leave the caches first.
+    """
+
+    rows: int
+    columns: int
+    slices: int
+    splits: int
+    held: int
+    num_warps: int
+    num_stages: int
+    is_prefetched: bool = True
+    is_streamed: bool = True
+
+
+def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int = 0) -> Tile:
+    """The tile of a weight [num_rows, num_columns]; ``head_width``: of the (padded) heads that are normed, if any.
+
+    The byte time is near when all programs run at once with equal work and some 4.5 MB are in flight in all (a latency
+    of a microsecond): then it does not matter that the programs do not divide by 132 multiprocessors.
+    """
+    if element_size > 2:  # full-precision products do not use tensor cores: small tiles, for tests and small models
+        return Tile(16, max(32, head_width), 1, 1, 0, 4, 2, is_prefetched=False)
+    if head_width:  # many rows and few columns a program: each program norms its columns anew
+        held = max(256, head_width)
+        return Tile(128, held, 1, triton.cdiv(num_columns, held), held, 8, 2)
+    held = max(128, triton.next_power_of_2(num_columns))
+    if held <= 1024:  # no pipeline: all weights of a program are on the chip before the wait
+        return Tile(16, held, 4, 1, held, 4, 2)
+    # small programs start and end smoothly: 32 KB in flight in each of the 321 of KDA's in-projection, two or three a
+    # multiprocessor; 24 KB where there are fewer programs, whose rows are on their way to L2 before the wait
+    rows, columns, slices, stages = (16, 256, 2, 5) if num_rows > 132 * 32 else (16, 256, 4, 4)
+    splits = 1
+    while num_rows * splits < 132 * rows and num_columns > 2 * splits * columns:
+        splits *= 2
+    return Tile(rows, columns, slices, splits, 0, slices, stages)
+
+
+@triton.jit
+def _rows(tile, C: tl.constexpr, ROWS: tl.constexpr):
+    """A tile's weight rows; those past the end repeat the last row and are not written."""
+    return tl.minimum(tile * ROWS + tl.arange(0, ROWS), C - 1).to(tl.int64)
+
+
+@triton.jit
+def _columns(padded, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
+    """Where a padded column lies: heads of WIDTH columns are padded to PADDED_WIDTH."""
+    columns = padded if WIDTH == PADDED_WIDTH else padded // PADDED_WIDTH * WIDTH + padded % PADDED_WIDTH
+    return columns
+
+
+@triton.jit
+def _is_column(padded, D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
+    return (padded < D // WIDTH * PADDED_WIDTH) & (padded % PADDED_WIDTH < WIDTH)
+
+
+@triton.jit
+def weight_tile(
+    weight, stride, rows, first, D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, SLICES: tl.constexpr, IS_WHOLE: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Weights [rows, COLUMNS] from padded column ``first`` on, or [SLICES, rows, COLUMNS / SLICES]."""
+    if SLICES == 1:
+        padded = first + tl.arange(0, COLUMNS)[None, :]
+        at = weight + rows[:, None] * stride + _columns(padded, WIDTH, PADDED_WIDTH)
+    else:
+        WIDE: tl.constexpr = COLUMNS // SLICES
+        padded = first + tl.arange(0, SLICES)[:, None, None] * WIDE + tl.arange(0, WIDE)[None, None, :]
+        at = weight + rows[None, :, None] * stride + _columns(padded, WIDTH, PADDED_WIDTH)
+    if IS_WHOLE:
+        tile = tl.load(at, eviction_policy=POLICY)
+    else:
+        tile = tl.load(at, mask=_is_column(padded, D, WIDTH, PADDED_WIDTH), other=0.0, eviction_policy=POLICY)
+    return tile
+
+
+@triton.jit
+def token_tile(
+    x, stride, first, num_tokens, D: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr, IS_WHOLE: tl.constexpr
+):
+    """Activations as the small side [COLUMNS, 16], or [SLICES, COLUMNS / SLICES, 16]; zero past T and D."""
+    if SLICES == 1:
+        tokens = tl.arange(0, 16)[None, :]
+        columns = first + tl.arange(0, COLUMNS)[:, None]
+    else:
+        WIDE: tl.constexpr = COLUMNS // SLICES
+        tokens = tl.arange(0, 16)[None, None, :]
+        columns = first + tl.arange(0, SLICES)[:, None, None] * WIDE + tl.arange(0, WIDE)[None, :, None]
+    mask = tokens < num_tokens if IS_WHOLE else (tokens < num_tokens) & (columns < D)
+    return tl.load(x + tokens * stride + columns, mask=mask, other=0.0)
+
+
+@triton.jit
+def _gated_tile(
+    o, gate, norm_weight, stride_token, stride_head, gate_stride_token, gate_stride_head, first, num_tokens, eps,
+    D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """``token_tile`` of gated and normed heads: statistics and product in float32, rounded once to o's dtype."""
+    tokens = tl.arange(0, 16)[:, None, None]
+    heads = first // PADDED_WIDTH + tl.arange(0, COLUMNS // PADDED_WIDTH)[None, :, None]
+    places = tl.arange(0, PADDED_WIDTH)[None, None, :]
+    mask = (tokens < num_tokens) & (heads < D // WIDTH) & (places < WIDTH)
+    x = tl.load(o + tokens * stride_token + heads * stride_head + places, mask=mask, other=0.0).to(tl.float32)
+    at = gate + tokens * gate_stride_token + heads * gate_stride_head + places
+    logits = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(norm_weight + places, mask=places < WIDTH, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 2) / WIDTH + eps)
+    x = x * inverse[:, :, None] * scale / (1.0 + tl.exp(-logits))
+    x = x.to(o.dtype.element_ty)
+    if SLICES == 1:
+        tile = tl.trans(tl.reshape(x, (16, COLUMNS)))
+    else:
+        tile = tl.permute(tl.reshape(x, (16, SLICES, COLUMNS // SLICES)), (1, 2, 0))
+    return tile
+
+
+@triton.jit
+def prefetch_tile(weight, stride, rows, first, D: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """Ask NUM_CHUNKS pieces of CHUNK elements (a multiple of 16 bytes) of every row into L2."""
+    columns = tl.minimum(first + tl.arange(0, NUM_CHUNKS) * CHUNK, D - CHUNK)
+    at = weight + rows[:, None] * stride + columns[None, :]
+    size = tl.full(at.shape, CHUNK * weight.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [at, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])  # one program text for every T
+def project_kernel(
+    x, weight, y, gate, norm_weight, partial, counters, num_tokens, eps, x_stride, x_stride_head, gate_stride,
+    gate_stride_head, weight_stride, C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+    IS_GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
+    HELD: tl.constexpr, STEPS: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, POLICY: tl.constexpr,
+    IS_WHOLE: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr, num_stages: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, share). C rows and D columns of the weight; a share has HELD + STEPS * COLUMNS padded columns.
+
+    IS_WHOLE: no column needs a mask. Not gated: WIDTH is D and x_stride_head unused.
+    """
+    tile, share = tl.program_id(0), tl.program_id(1)
+    rows = _rows(tile, C, ROWS)
+    first = share * (HELD + STEPS * COLUMNS)
+    if HELD > 0:
+        held = weight_tile(
+            weight, weight_stride, rows, first, D, WIDTH, PADDED_WIDTH, HELD, SLICES, IS_WHOLE, POLICY
+        )  # fmt: skip
+    if NUM_CHUNKS > 0:
+        prefetch_tile(weight, weight_stride, rows, first + HELD, D, NUM_CHUNKS, CHUNK)
+    wait(IS_CHAINED)
+    signal(IS_CHAINED)
+    sums = tl.zeros((ROWS, 16), tl.float32) if SLICES == 1 else tl.zeros((SLICES, ROWS, 16), tl.float32)
+    if STEPS > 0:
+        for step in tl.range(0, STEPS, num_stages=num_stages):
+            at = first + HELD + step * COLUMNS
+            w = weight_tile(
+                weight, weight_stride, rows, at, D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE, POLICY
+            )  # fmt: skip
+            if IS_GATED:
+                tokens = _gated_tile(
+                    x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, at, num_tokens, eps,
+                    D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES,
+                )  # fmt: skip
+            else:
+                tokens = token_tile(x, x_stride, at, num_tokens, D, COLUMNS, SLICES, IS_WHOLE)
+            sums = tl.dot(w.to(DOT), tokens.to(DOT), sums, input_precision="ieee")
+    if HELD > 0:
+        if IS_GATED:
+            tokens = _gated_tile(
+                x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, first, num_tokens, eps,
+                D, WIDTH, PADDED_WIDTH, HELD, SLICES,
+            )  # fmt: skip
+        else:
+            tokens = token_tile(x, x_stride, first, num_tokens, D, HELD, SLICES, IS_WHOLE)
+        sums = tl.dot(held.to(DOT), tokens.to(DOT), sums, input_precision="ieee")
+    if SLICES > 1:
+        sums = tl.sum(sums, 0)
+    rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    tokens = tl.arange(0, 16)[None, :]
+    mask = (rows < C) & (tokens < num_tokens)
+    at = tokens * C + rows
+    if SPLITS == 1:
+        tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
+    else:
+        tl.store(partial + share * num_tokens * C + at, sums, mask=mask)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros((ROWS, 16), tl.float32)
+            for other in range(SPLITS):
+                total += tl.load(partial + other * num_tokens * C + at, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(y + at, total.to(y.dtype.element_ty), mask=mask)
+            tl.store(counters + tile, 0)
+
+
+def shares(tile: Tile, num_columns: int) -> tuple[int, int]:
+    """Pipeline steps of a share of the (padded) columns, and how many shares it takes."""
+    share = triton.cdiv(num_columns, tile.splits)
+    steps = triton.cdiv(max(share - tile.held, 0), tile.columns)
+    return steps, triton.cdiv(num_columns, tile.held + steps * tile.columns)
+
+
+def chunks(weight_CD: torch.Tensor, rows: int, num_warps: int, num_columns: int) -> tuple[int, int]:
+    """How ``num_columns`` columns of each of a program's rows are asked into L2: pieces, elements of one; or zeros.
+
+    As many pieces as give every thread one, but of 256 bytes or more. The instruction wants multiples of 16 bytes.
+    """
+    unit = 16 // weight_CD.element_size()
+    is_aligned = weight_CD.data_ptr() % 16 == 0 and weight_CD.stride(0) % unit == 0 and weight_CD.shape[1] % unit == 0
+    if launch.is_interpreted() or not is_aligned or num_columns < 16 * unit:
+        return 0, 0
+    count = max(1, min(32 * num_warps // rows, num_columns // (16 * unit)))
+    count = 1 << (count.bit_length() - 1)
+    return count, triton.cdiv(num_columns, count * unit) * unit
+
+
+def project(
+    x_TD: torch.Tensor,
+    weight_CD: torch.Tensor,
+    counters: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    is_chained: bool = False,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """``reference.project``; ``tile`` overrides the table."""
+    width = weight_CD.shape[1]
+    tile = tile or tile_for(*weight_CD.shape, weight_CD.element_size())
+    sizes = {"IS_GATED": False, "WIDTH": width, "PADDED_WIDTH": width}
+    strides = (x_TD.stride(0), 0, 0, 0)
+    return _launch(x_TD, weight_CD, (x_TD, x_TD), counters, 0.0, strides, sizes, out_dtype, is_chained, tile)
+
+
+def project_gated(
+    o_THF: torch.Tensor,
+    norm_weight_F: torch.Tensor,
+    gate_THF: torch.Tensor,
+    weight_CD: torch.Tensor,
+    eps: float,
+    counters: torch.Tensor,
+    *,
+    is_chained: bool = False,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """``reference.project_gated``; ``tile`` overrides the table, its columns and held are multiples of the padded F."""
+    width = o_THF.shape[2]
+    padded_width = triton.next_power_of_2(width)
+    padded_columns = o_THF.shape[1] * padded_width
+    tile = tile or tile_for(weight_CD.shape[0], padded_columns, weight_CD.element_size(), padded_width)
+    sizes = {"IS_GATED": True, "WIDTH": width, "PADDED_WIDTH": padded_width}
+    strides = (*o_THF.stride()[:2], *gate_THF.stride()[:2])
+    others = (gate_THF, norm_weight_F)
+    return _launch(o_THF, weight_CD, others, counters, eps, strides, sizes, None, is_chained, tile)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight_CD: torch.Tensor,
+    others: tuple[torch.Tensor, torch.Tensor],
+    counters: torch.Tensor,
+    eps: float,
+    strides: tuple[int, ...],
+    sizes: dict[str, Any],
+    out_dtype: torch.dtype | None,
+    is_chained: bool,
+    tile: Tile,
+) -> torch.Tensor:
+    num_tokens, (num_rows, num_columns) = x.shape[0], weight_CD.shape
+    padded_columns = num_columns // sizes["WIDTH"] * sizes["PADDED_WIDTH"]
+    steps, splits = shares(tile, padded_columns)
+    if sizes["IS_GATED"]:
+        assert steps == 0 or tile.columns % sizes["PADDED_WIDTH"] == 0
+        assert tile.held % sizes["PADDED_WIDTH"] == 0
+    num_chunks, chunk = 0, 0
+    if tile.is_prefetched:
+        rest = min(steps * tile.columns, max(num_columns - tile.held, 0))
+        num_chunks, chunk = chunks(weight_CD, tile.rows, tile.num_warps, rest)
+    y_TC = torch.empty(num_tokens, num_rows, dtype=out_dtype or x.dtype, device=x.device)
+    partial = y_TC
+    if splits > 1:
+        partial = torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=x.device)
+    is_whole = splits * (tile.held + steps * tile.columns) == num_columns and sizes["WIDTH"] == sizes["PADDED_WIDTH"]
+    project_kernel[(triton.cdiv(num_rows, tile.rows), splits)](
+        x, weight_CD, y_TC, *others, partial, counters, num_tokens, eps, *strides, weight_CD.stride(0),
+        C=num_rows, D=num_columns, **sizes,
+        ROWS=tile.rows, COLUMNS=tile.columns, SLICES=tile.slices, SPLITS=splits, HELD=tile.held, STEPS=steps,
+        NUM_CHUNKS=num_chunks, CHUNK=chunk, POLICY="evict_first" if tile.is_streamed else "", IS_WHOLE=is_whole,
+        DOT=launch.dot_dtype(x.dtype), num_stages=tile.num_stages, num_warps=tile.num_warps,
+        **launch.options(is_chained),
+    )  # fmt: skip
+    return y_TC

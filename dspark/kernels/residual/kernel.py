@@ -1,0 +1,162 @@
+"""The residual stream in Triton: one program a token's row, every load in flight at once, one barrier (the norm's sum).
+
+A row of 2560 numbers is 320 threads of eight; the tile is the next power of two, and 16 warps give each thread one
+16-byte load a part. The norm's weight is read before the wait. ``maxnreg`` gives the assembler all registers: left to
+itself it takes 40 and issues nine parts' loads in four rounds, each as long as the whole sum (seen in the SASS).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dspark.kernels import launch
+from dspark.kernels.launch import signal, wait
+
+
+def warps_for(width: int) -> int:
+    """Eight elements a thread, at most 16 warps: the chain is latency-bound, so every load shall be one instruction."""
+    return int(min(16, max(1, triton.next_power_of_2(width) // (8 * 32))))
+
+
+def registers_for(num_warps: int) -> int:
+    """All registers that a thread can have when one program has the multiprocessor to itself."""
+    return min(255, 65536 // (32 * num_warps))
+
+
+@triton.jit
+def finish_row(residual_D, total_D, scale_D, new_residual, normed, place_D, inside_D, eps, WIDTH: tl.constexpr):
+    """From the float32 sum on: round, add, round, normalise, write. Lanes outside the row hold zeros."""
+    dtype: tl.constexpr = new_residual.dtype.element_ty
+    sum_D = residual_D.to(tl.float32) + total_D.to(dtype).to(tl.float32)
+    rounded_D = sum_D.to(dtype)
+    tl.store(new_residual + place_D, rounded_D, mask=inside_D)
+    x_D = rounded_D.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x_D * x_D, 0) / WIDTH + eps)
+    tl.store(normed + place_D, (x_D * inverse * scale_D.to(tl.float32)).to(dtype), mask=inside_D)
+
+
+@triton.jit
+def add_norm_kernel(
+    parts,
+    weights,
+    residual,
+    norm_weight,
+    new_residual,
+    normed,
+    eps,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
+):
+    """One token's row: the weighted sum of its parts, the residual, the norm."""
+    row = tl.program_id(0)
+    column_D = tl.arange(0, BLOCK)
+    inside_D = column_D < WIDTH
+    scale_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0)
+    wait(IS_CHAINED)
+    signal(IS_CHAINED)
+    place_D = row * WIDTH + column_D
+    residual_D = tl.load(residual + place_D, mask=inside_D, other=0.0)
+    parts_KD, weights_K = (), ()
+    for k in tl.static_range(PARTS):
+        part_D = tl.load(parts + (row * PARTS + k) * WIDTH + column_D, mask=inside_D, other=0.0)
+        parts_KD = parts_KD + (part_D,)  # noqa: RUF005
+        if HAS_WEIGHTS:
+            weights_K = weights_K + (tl.load(weights + row * PARTS + k),)  # noqa: RUF005
+    total_D = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(PARTS):
+        part_D = parts_KD[k].to(tl.float32)
+        if HAS_WEIGHTS:
+            part_D *= weights_K[k]
+        total_D += part_D
+    finish_row(residual_D, total_D, scale_D, new_residual, normed, place_D, inside_D, eps, WIDTH)
+
+
+@triton.jit
+def embed_norm_kernel(
+    ids,
+    embedding,
+    norm_weight,
+    new_residual,
+    normed,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
+):
+    """One token's row: its embedding and the norm."""
+    row = tl.program_id(0)
+    column_D = tl.arange(0, BLOCK)
+    inside_D = column_D < WIDTH
+    scale_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0)
+    wait(IS_CHAINED)
+    signal(IS_CHAINED)
+    token = tl.load(ids + row)
+    embedded_D = tl.load(embedding + token * WIDTH + column_D, mask=inside_D, other=0.0)
+    zero_D = tl.zeros([BLOCK], tl.float32)
+    finish_row(embedded_D, zero_D, scale_D, new_residual, normed, row * WIDTH + column_D, inside_D, eps, WIDTH)
+
+
+def add_norm(
+    parts_TKD: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    *,
+    num_warps: int | None = None,
+    is_chained: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dspark.kernels.residual.add_norm``."""
+    num_tokens, num_parts, width = parts_TKD.shape
+    num_warps = num_warps or warps_for(width)
+    new_residual_TD, normed_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
+    add_norm_kernel[(num_tokens,)](
+        parts_TKD,
+        norm_weight_D if weights_TK is None else weights_TK,
+        residual_TD,
+        norm_weight_D,
+        new_residual_TD,
+        normed_TD,
+        eps,
+        WIDTH=width,
+        PARTS=num_parts,
+        HAS_WEIGHTS=weights_TK is not None,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=num_warps,
+        maxnreg=registers_for(num_warps),
+        **launch.options(is_chained),
+    )
+    return new_residual_TD, normed_TD
+
+
+def embed_norm(
+    ids_T: torch.Tensor,
+    embedding_VD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    *,
+    num_warps: int | None = None,
+    is_chained: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dspark.kernels.residual.embed_norm``."""
+    width = embedding_VD.shape[1]
+    num_warps = num_warps or warps_for(width)
+    residual_TD = embedding_VD.new_empty(len(ids_T), width)
+    normed_TD = torch.empty_like(residual_TD)
+    embed_norm_kernel[(len(ids_T),)](
+        ids_T,
+        embedding_VD,
+        norm_weight_D,
+        residual_TD,
+        normed_TD,
+        eps,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=num_warps,
+        maxnreg=registers_for(num_warps),
+        **launch.options(is_chained),
+    )
+    return residual_TD, normed_TD

@@ -1,0 +1,85 @@
+"""The router of a mixture of experts, defined. K experts picked a row."""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from dspark.kernels import MAX_TOKENS
+
+Law = tuple[int, int, int, float]
+"""Of the router: groups, groups kept, experts picked, what the weights sum to."""
+
+
+def route(
+    logits_NX: torch.Tensor,
+    bias_X: torch.Tensor,
+    num_groups: int,
+    num_kept_groups: int,
+    num_picks: int,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose ``num_picks`` experts for every row inside its best groups.
+
+    Scores are sigmoid(logits). The bias takes part in choosing only: a group counts by the sum of its two largest
+    biased scores, and the weights are the plain scores of the chosen experts, made to sum to ``scaling``. Of two
+    equal experts or groups the one with the smaller index wins.
+
+    Shapes: logits_NX and bias_X float32 or float64. Returns ids_NK int64 by falling biased score, and weights_NK.
+    Source: DeepSeek-V3 (arXiv 2412.19437) section 2.1.2; specs/ling-3.0.md section 6.2.
+    """
+    scores_NX = logits_NX.sigmoid()
+    biased = (scores_NX + bias_X).unflatten(1, (num_groups, -1))
+    group_scores_NG = biased.topk(2).values.sum(-1)
+    kept_NG = group_scores_NG.sort(stable=True, descending=True).indices[:, :num_kept_groups]
+    is_dropped_NG = torch.ones_like(group_scores_NG, dtype=torch.bool).scatter_(1, kept_NG, False)
+    eligible_NX = biased.masked_fill(is_dropped_NG.unsqueeze(-1), -torch.inf).flatten(1)
+    ids_NK = eligible_NX.sort(stable=True, descending=True).indices[:, :num_picks]
+    weights_NK = scores_NX.gather(1, ids_NK)
+    return ids_NK, weights_NK * (scaling / (weights_NK.sum(1, keepdim=True) + 1e-20))
+
+
+class Dispatch(NamedTuple):
+    """Which experts a step's T tokens visit, at most 16 of them. J = K+1 slots of a token, the shared expert's last.
+
+    A pair is a token at an expert; pair row t*J + j belongs to slot j of token t.
+    Shapes: weights_TJ float32. experts_P int32: the visited experts, ascending, -1 behind them.
+    pairs_PN int32 [P, 16]: an expert's pair rows in the order of their tokens, -1 behind them.
+    num_active_1 int32: how many experts are visited.
+    """
+
+    weights_TJ: torch.Tensor
+    experts_P: torch.Tensor
+    pairs_PN: torch.Tensor
+    num_active_1: torch.Tensor
+
+
+def dispatch(x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, law: Law) -> Dispatch:
+    """``route`` on x gate^T in float32 or higher, with the shared expert (id X, weight 1), sorted by expert.
+
+    P = min(X, T*K) + 1. Weights are float32, or float64 for float64.
+    """
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    ids_TK, weights_TK = route(functional.linear(x_TD.to(wide), gate_XD.to(wide)), bias_X, *law)
+    (num_tokens, num_picks), num_experts = ids_TK.shape, gate_XD.shape[0]
+    ids_TJ = functional.pad(ids_TK, (0, 1), value=num_experts)
+    sorted_M, order_M = ids_TJ.flatten().sort(stable=True)
+    is_first_M = functional.pad(sorted_M[1:] != sorted_M[:-1], (1, 0), value=True)
+    slot_M, places_M = is_first_M.cumsum(0) - 1, torch.arange(sorted_M.shape[0], device=x_TD.device)
+    num_slots = min(num_experts, num_tokens * num_picks) + 1
+    experts_P = torch.full((num_slots,), -1, dtype=torch.int32, device=x_TD.device)
+    pairs_PN = torch.full((num_slots, MAX_TOKENS), -1, dtype=torch.int32, device=x_TD.device)
+    experts_P[slot_M] = sorted_M.int()
+    pairs_PN[slot_M, places_M - places_M[is_first_M][slot_M]] = order_M.int()
+    return Dispatch(functional.pad(weights_TK, (0, 1), value=1.0), experts_P, pairs_PN, slot_M[-1:].int() + 1)
+
+
+def dense_dispatch(num_tokens: int, device: torch.device) -> Dispatch:
+    """All tokens at one expert, id 0, with weight 1: a dense MLP as a mixture. J = 1."""
+    places_N = torch.arange(MAX_TOKENS, dtype=torch.int32, device=device)
+    return Dispatch(
+        torch.ones(num_tokens, 1, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+        places_N.where(places_N < num_tokens, -1).unsqueeze(0),
+        torch.ones(1, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,21 @@
+"""The bandwidth kernel reads every integer once."""
+
+import pytest
+import torch
+
+from dspark.kernels.reading import kernel, read_sums, reference
+
+
+@pytest.mark.parametrize(("num_blocks", "num_programs"), [(1, 4), (7, 3), (12, 4)])
+def test_every_integer_is_read_once(num_blocks: int, num_programs: int, kernel_device: torch.device) -> None:
+    x_N = torch.randint(-1000, 1000, (num_blocks * 256,), generator=torch.Generator().manual_seed(0))
+    x_N = x_N.to(torch.int32).to(kernel_device)
+    expected_P = reference.read_sums(x_N, 256, num_programs)
+    assert torch.equal(kernel.read_sums(x_N, 256, num_programs), expected_P)
+    assert torch.equal(expected_P.long().sum().to(torch.int32), x_N.long().sum().to(torch.int32))
+
+
+def test_other_lengths_and_dtypes_are_refused() -> None:
+    for x_N in (torch.zeros(300, dtype=torch.int32), torch.zeros(256)):
+        with pytest.raises(ValueError, match="x_N must be"):
+            read_sums(x_N, 256, 1)
