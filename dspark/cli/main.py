@@ -5,6 +5,7 @@ from collections.abc import Callable
 import typer
 from rich.console import Console
 
+from dspark.cli.bench import bench, verify
 from dspark.cli.demo import demo
 from dspark.cli.eval import evaluate
 from dspark.cli.export import export
@@ -44,6 +45,10 @@ dspark export --run runs/nano/train --step 2000 --out my-draft
 dspark export --draft my-draft --target ling-3.0-nano --architecture Qwen3DSparkModel --with-tables --out other
 """,
 }
+BENCH = """
+dspark bench verify --target ling-3.0-flash --emulate-tp 4 --tokens 1,9 --json bench.json
+dspark bench verify --target ling-3.0-flash --weights FOLDER --emulate-tp 2
+"""
 
 
 def as_typed(examples: str) -> str:
@@ -60,6 +65,8 @@ app = typer.Typer(
 )
 for command, examples in EXAMPLES.items():
     app.command(command.__name__.replace("evaluate", "eval"), epilog=as_typed(examples))(command)
+bench.command(epilog=as_typed(BENCH))(verify)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -1,0 +1,20 @@
+"""The tensor-parallel engine: a rank's slices, static buffers, captured steps, stage and commit."""
+
+from dspark.verifier.engine import Verifier, VerifierCache
+from dspark.verifier.plan import Plan, make_plan
+from dspark.verifier.sharding import load_weights, random_weights
+from dspark.verifier.step import Step, StepOutput
+from dspark.verifier.weights import Shard, VerifierWeights
+
+__all__ = [
+    "Plan",
+    "Shard",
+    "Step",
+    "StepOutput",
+    "Verifier",
+    "VerifierCache",
+    "VerifierWeights",
+    "load_weights",
+    "make_plan",
+    "random_weights",
+]

@@ -1,0 +1,78 @@
+"""How many bytes a rank needs, known before anything is allocated."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from dspark.errors import ConfigError
+from dspark.kernels import MAX_TOKENS
+from dspark.target.config import TargetConfig
+from dspark.verifier.blocks import num_splits
+from dspark.verifier.buffers import allocate_buffers
+from dspark.verifier.weights import Shard, allocate
+
+GRAPH_RESERVE_BYTES = 1 << 30
+"""On a GPU, for the context, compiled kernels and captured graphs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on one rank: weights; recurrent states and conv history; latent rows; intermediates of a pass."""
+
+    weight_bytes: int
+    state_bytes: int
+    cache_bytes: int
+    scratch_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.state_bytes + self.cache_bytes + self.scratch_bytes
+
+    def check(self, free_bytes: int, place: str) -> None:
+        """Raises: ConfigError when the rank does not fit in ``free_bytes``."""
+        if self.total_bytes > free_bytes:
+            parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.parts().items())
+            raise ConfigError(
+                f"{place} has {free_bytes / 1e9:.2f} GB free, one rank needs {self.total_bytes / 1e9:.2f} GB "
+                f"({parts}); use more ranks or a shorter context"
+            )
+
+    def parts(self) -> dict[str, int]:
+        """The bytes by name."""
+        return {
+            "weights": self.weight_bytes,
+            "states": self.state_bytes,
+            "latent cache": self.cache_bytes,
+            "scratch": self.scratch_bytes,
+        }
+
+
+def make_plan(
+    config: TargetConfig, shard: Shard, capacity_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Plan:
+    """The plan of one rank with room for ``capacity_tokens``; allocates nothing. Raises: ConfigError as ``Shard``."""
+    weights = allocate(config, shard, dtype, "meta")
+    buffers = allocate_buffers(config, shard, capacity_tokens, dtype, "meta")
+    tokens, heads = MAX_TOKENS, shard.part(config.num_attention_heads)
+    in_rows = 0 if weights.linear is None else weights.linear.in_LCD.shape[0] * weights.linear.in_LCD.shape[1]
+    pairs = tokens * (config.num_experts_per_tok + 1)
+    context_bytes = num_splits(buffers.rows_MJC.shape[1]) * tokens * heads * (config.kv_lora_rank + 1) * 4
+    residual_bytes = 2 * config.num_hidden_layers * tokens * config.hidden_size * dtype.itemsize
+    pair_bytes = 2 * pairs * (config.hidden_size + config.moe_intermediate_size) * dtype.itemsize
+    logits_bytes = tokens * config.vocab_size * 4
+    scratch_bytes = 2 * (2 * in_rows * tokens * dtype.itemsize + context_bytes + residual_bytes + pair_bytes)
+    is_gpu = torch.device(device).type == "cuda"
+    return Plan(
+        weight_bytes=weights.num_bytes,
+        state_bytes=buffers.state_LHEF.nbytes + buffers.history_LWC.nbytes,
+        cache_bytes=buffers.rows_MJC.nbytes + buffers.angles_JE2.nbytes,
+        scratch_bytes=scratch_bytes + logits_bytes + buffers.counters.nbytes + is_gpu * GRAPH_RESERVE_BYTES,
+    )
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """What the device can still give: free memory of a GPU, all memory of the machine otherwise."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,131 @@
+"""Replaying captured functions against a GPU's clock."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+
+from dspark.kernels import MAX_TOKENS, reading
+from dspark.verifier.calls import Call
+from dspark.verifier.capture import Captured
+from dspark.verifier.engine import Verifier
+from dspark.verifier.step import Step
+from dspark.verifier.timing.stages import call_bytes, rewind
+
+REPLAYS = 20
+COLD_BYTES = 256 << 20
+"""Far more than the last-level cache of a GPU (50 MB on an H200): writing as much leaves nothing else in it."""
+READ_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """A stage of one step: how many calls, and launches (None: unknown), bytes and microseconds of one call."""
+
+    name: str
+    num_calls: int
+    num_launches: float | None
+    num_bytes: float
+    microseconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.num_bytes / self.microseconds * 1e6
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A whole step of T tokens as one graph; ``burst`` is the mean over replays back to back."""
+
+    num_tokens: int
+    is_chained: bool
+    num_launches: int | None
+    microseconds: float
+    burst_microseconds: float
+
+
+class Clock:
+    """Times captured functions on one device, each replay after the cache was swept.
+
+    The time of a graph that does next to nothing is taken off, so that a stage of few calls is not charged for the
+    start of its graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start_microseconds = 0.0
+        self._sweep = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
+        flag = torch.zeros(1, device=device)
+        self.start_microseconds = self.time(Captured(lambda: flag.add_(1), device))
+
+    def time(self, captured: Callable[[], object]) -> float:
+        """Median microseconds of a replay."""
+        times: list[float] = []
+        for _ in range(REPLAYS):
+            before, after = _event(), _event()
+            self._sweep.zero_()
+            before.record()
+            captured()
+            after.record()
+            torch.cuda.synchronize(self.device)
+            times.append(before.elapsed_time(after) * 1e3)
+        return max(median(times) - self.start_microseconds, 0.1)
+
+    def time_burst(self, captured: Callable[[], object]) -> float:
+        """Mean microseconds of a replay among many back to back."""
+        before, after = _event(), _event()
+        before.record()
+        for _ in range(REPLAYS):
+            captured()
+        after.record()
+        torch.cuda.synchronize(self.device)
+        return float(before.elapsed_time(after)) * 1e3 / REPLAYS
+
+
+def read_bandwidth(clock: Clock, free_bytes: int) -> float:
+    """Bytes a second of the fastest of several read-only tilings over 4 GB, or half of what is free."""
+    size = min(READ_BYTES, free_bytes // 2)
+    x_N = torch.ones(size // 4 // 65536 * 65536, dtype=torch.int32, device=clock.device)
+    times = [clock.time(Captured(partial(reading.read_sums, x_N, *t), clock.device)) for t in reading.TILINGS]
+    return x_N.nbytes / min(times) * 1e6
+
+
+def time_stages(
+    verifier: Verifier, stages: dict[str, list[Call]], clock: Clock, context_tokens: int
+) -> Iterator[StageTime]:
+    """Time every stage on its own: all its calls of a step in one graph. What they do to the states does not matter."""
+    for name, calls in stages.items():
+        rewind(verifier, context_tokens)
+        num_bytes = sum(call_bytes(call, context_tokens) for call in calls)
+        captured = Captured(partial(_run, calls), clock.device)
+        launches, number = captured.num_launches(), len(calls)
+        microseconds = clock.time(captured) / number
+        yield StageTime(name, number, launches and launches / number, num_bytes / number, microseconds)
+    rewind(verifier, context_tokens)
+
+
+def time_step(step: Step, clock: Clock, context_tokens: int) -> StepTime:
+    """Time a whole step; the length is set back before each series, which the memory has room for."""
+    verifier = step.verifier
+    rewind(verifier, context_tokens)
+    microseconds = clock.time(step.captured)
+    rewind(verifier, context_tokens)
+    burst = clock.time_burst(step.captured)
+    rewind(verifier, context_tokens)
+    return StepTime(step.num_tokens, verifier.is_chained, step.captured.num_launches(), microseconds, burst)
+
+
+def slack_tokens(num_tokens: int) -> int:
+    """Room that a series of replays needs behind the context."""
+    return REPLAYS * num_tokens + MAX_TOKENS
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _run(calls: list[Call]) -> None:
+    for call in calls:
+        call()

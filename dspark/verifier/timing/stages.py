@@ -1,0 +1,77 @@
+"""The stages of a recorded step: their calls, and the bytes that their times are compared with."""
+
+from collections.abc import Iterator
+
+import torch
+
+from dspark.kernels import kda, mla, moe, residual
+from dspark.verifier.calls import Call, Recorder
+from dspark.verifier.engine import Verifier
+from dspark.verifier.step import Step, StepOutput
+
+
+@torch.no_grad()
+def fill(verifier: Verifier, num_tokens: int, context_tokens: int, seed: int = 0) -> None:
+    """Noise in place of ``context_tokens`` read tokens, and a window of distinct random ids."""
+    buffers, device = verifier.buffers, verifier.weights.device
+    generator = torch.Generator(device).manual_seed(seed)
+    buffers.rows_MJC.normal_(generator=generator)
+    buffers.history_LWC.normal_(generator=generator)
+    buffers.state_LHEF.normal_(0, 0.1, generator=generator)
+    rewind(verifier, context_tokens)
+    ids_V = torch.randperm(verifier.vocab_size, generator=generator, device=device)
+    verifier.ids_T.copy_(ids_V[: len(verifier.ids_T)])
+    verifier.make_room(num_tokens)
+
+
+def rewind(verifier: Verifier, context_tokens: int) -> None:
+    """Set the committed length."""
+    verifier.buffers.length_1.fill_(context_tokens)
+    verifier.most_tokens = context_tokens
+
+
+@torch.no_grad()
+def record_step(step: Step) -> tuple[dict[str, list[Call]], StepOutput]:
+    """Run a step kernel by kernel and keep its calls by stage; the committed memory is put back."""
+    memory = (*step.verifier.buffers.memory(), step.verifier.ids_T)
+    before = [tensor.clone() for tensor in memory]
+    recorder = Recorder()
+    output = step.take(recorder)
+    for tensor, content in zip(memory, before, strict=True):
+        tensor.copy_(content)
+    return recorder.stages, output
+
+
+def distinct_experts(stages: dict[str, list[Call]]) -> list[int]:
+    """Experts touched in each mixture layer, the shared one included; waits for the device."""
+    return [int(call.args[2].num_active_1) for call in stages.get("MoE up", [])]
+
+
+def call_bytes(call: Call, context_tokens: int) -> int:
+    """Bytes that a call has to move once: weights and states, of the experts only those that some token chose.
+
+    Activations are counted as inputs. ``context_tokens`` rows of the latent cache are read; a commit also writes its
+    states. Reads the number of active experts from the device.
+    """
+    args = call.args
+    if call.function in (moe.up, moe.down):
+        inputs, weights_XCD, dispatch = args[:3]
+        return int(inputs.nbytes + weights_XCD[0].nbytes * int(dispatch.num_active_1))
+    if call.function is mla.attend:
+        q_THC, rows_JC = args[:2]
+        return int(q_THC.nbytes + rows_JC[0].nbytes * (context_tokens + len(q_THC)))
+    if call.function is mla.absorb:
+        return int(args[0].nbytes + args[3].nbytes)
+    if call.function is residual.embed_norm:
+        ids_T, embedding_VD = args[:2]
+        return int(embedding_VD[0].nbytes * len(ids_T))
+    written = args[5].nbytes if call.function is kda.commit else 0
+    return sum(tensor.nbytes for tensor in _tensors(args) if tensor.dtype != torch.int32) + written
+
+
+def _tensors(values: object) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)

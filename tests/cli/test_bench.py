@@ -1,0 +1,104 @@
+"""dspark bench verify: what it refuses, what it ships, and (on a GPU) what it writes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import FLASH, TINY
+from typer.testing import CliRunner
+
+from dspark.cli.bench import SHIPPED_CONFIGS
+from dspark.cli.main import app
+from dspark.errors import ConfigError, DsparkError
+from dspark.target.loading import NANO_FOLDER
+
+WHOLE = "the whole model on one GPU"
+
+
+def run(*arguments: str) -> BaseException | None:
+    result = CliRunner().invoke(app, ["bench", "verify", *arguments])
+    assert result.exit_code == 0 or result.exception, result.output
+    return result.exception
+
+
+def test_the_shipped_configs_are_the_published_ones() -> None:
+    for name, values in (("ling-3.0-flash", FLASH), ("ling-3.0-tiny", TINY)):
+        assert json.loads((SHIPPED_CONFIGS / name / "config.json").read_text()) == values
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    error = run("--target", "ling-3.0-flash", "--emulate-tp", "4")
+    assert isinstance(error, DsparkError)
+    assert "needs a CUDA GPU" in str(error)
+    assert "\n" not in str(error)
+
+
+def test_other_windows_and_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for tokens in ("0", "17", "9,x", ""):
+        error = run("--target", "ling-3.0-flash", "--tokens", tokens)
+        assert isinstance(error, ConfigError), error
+        assert "numbers in 1..16" in str(error)
+    assert isinstance(run("--target", "ling-3.0-flash", "--tp", "2"), ConfigError)
+
+
+class FakeClock:
+    """Runs what it is given, on the CPU, and says that it took ten microseconds."""
+
+    start_microseconds = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def time(self, captured: Callable[[], object]) -> float:
+        captured()
+        return 10.0
+
+    time_burst = time
+
+
+def bench(path: Path, *arguments: str) -> dict[str, Any]:
+    sizes = ["--target", "ling-3.0-nano", "--tokens", "1,9", "--context", "100", "--json", str(path)]
+    assert run(*sizes, *arguments) is None
+    report = json.loads(path.read_text())
+    assert report["label"] == ("one rank of 2, communication left out" if "2" in arguments else WHOLE)
+    assert [window["tokens"] for window in report["windows"]] == [1, 9]
+    for window in report["windows"]:
+        assert window["is_chained_equal"]
+        for kind in ("plain", "chained"):
+            assert window[kind]["is_finite"]
+            assert window[kind]["is_replay_equal"]
+    return report
+
+
+@pytest.mark.parametrize("arguments", [["--weights", str(NANO_FOLDER)], ["--emulate-tp", "2"]])
+def test_every_stage_of_a_step_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr("dspark.cli.bench.DEVICE", "cpu")
+    monkeypatch.setattr("dspark.cli.bench.Clock", FakeClock)
+    monkeypatch.setattr("dspark.cli.bench.read_bandwidth", lambda clock, free_bytes: 1e12)
+    for window in bench(tmp_path / "new" / "out.json", *arguments)["windows"]:
+        for kind in ("plain", "chained"):
+            found, stages = window[kind], {stage["name"]: stage for stage in window[kind]["stages"]}
+            assert len(found["distinct_experts"]) == 7
+            assert {"KDA verify", "MLA attention", "MoE up", "Head and arg-max", "KDA commit"} <= stages.keys()
+            assert stages["KDA in-projection"]["num_calls"] == 6
+            assert found["num_bytes"] == sum(s["num_bytes"] * s["num_calls"] for s in stages.values())
+            assert found["floor_microseconds"] == pytest.approx(found["num_bytes"] / 1e6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times a GPU")
+@pytest.mark.parametrize("arguments", [["--weights", str(NANO_FOLDER)], ["--emulate-tp", "2"]])
+def test_on_a_gpu_launches_are_counted_and_times_are_positive(tmp_path: Path, arguments: list[str]) -> None:
+    for window in bench(tmp_path / "out.json", *arguments)["windows"]:
+        for kind in ("plain", "chained"):
+            assert window[kind]["num_launches"] > 0
+            assert all(stage["microseconds"] > 0 for stage in window[kind]["stages"])

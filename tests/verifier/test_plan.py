@@ -1,0 +1,50 @@
+"""The plan counts what is allocated and refuses what does not fit, before anything is allocated."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from published import FLASH
+
+from dspark.errors import ConfigError
+from dspark.target.config import load_target_config, parse_target_config
+from dspark.verifier import Shard, Verifier, load_weights, make_plan, plan
+from dspark.verifier.buffers import allocate_buffers
+
+
+def test_the_plan_counts_weights_states_and_rows(folder: Path) -> None:
+    config = load_target_config(folder)
+    for shard in (Shard(), Shard(1, 2)):
+        weights = load_weights(folder, shard, torch.float32)
+        buffers = allocate_buffers(config, shard, 100, torch.float32)
+        made = make_plan(config, shard, 100, torch.float32)
+        assert made.weight_bytes == sum(tensor.nbytes for tensor in weights.tensors())
+        assert made.state_bytes == buffers.state_LHEF.nbytes + buffers.history_LWC.nbytes
+        assert made.cache_bytes == buffers.rows_MJC.nbytes + buffers.angles_JE2.nbytes
+        assert made.total_bytes == sum(made.parts().values())
+
+
+def test_flash_fits_where_the_budget_says() -> None:
+    config = parse_target_config(FLASH)
+    gpu = int(140e9)
+    sizes = {ranks: make_plan(config, Shard(0, ranks), 8192 + 256, torch.bfloat16, "cuda") for ranks in (1, 2, 4)}
+    assert sizes[4].weight_bytes == pytest.approx(62.8e9, rel=0.01)
+    for ranks in (2, 4):
+        sizes[ranks].check(gpu, "a GPU")
+    with pytest.raises(
+        ConfigError, match=r"a GPU has 140.00 GB free, one rank needs .* \(weights 248.* use more ranks"
+    ):
+        sizes[1].check(gpu, "a GPU")
+
+
+def test_a_context_that_does_not_fit_is_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text((Path(__file__).parents[2] / "data/nano/config.json").read_text())
+    monkeypatch.setattr("dspark.verifier.engine.free_bytes", lambda device: 10**7)
+    with pytest.raises(ConfigError, match=r"cpu has 0\.01 GB free"):
+        Verifier.load(tmp_path, 1000, device="cpu")
+
+
+def test_free_memory_is_positive(kernel_device: torch.device) -> None:
+    assert plan.free_bytes(kernel_device) > 10**8
