@@ -1,6 +1,7 @@
 """Ranks, world size and sums over ranks; the same code with one process."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def start_accelerator(train: TrainSection, environment: Mapping[str, str], launc
 
     Raises: ConfigError when the processes would train apart, or for a way of training that is not supported.
     """
+    # accelerate hands it on to torch, which has renamed it; with no buffer to share both names mean the same.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     wants_deepspeed = environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
     if wants_deepspeed and "LOCAL_RANK" in environment and not torch.cuda.is_available():

@@ -45,6 +45,7 @@ def prepare(
 
     conversations = read_conversations(run.data.sources, run.data.split, run.data.max_conversations)
     prompts = encode_each(conversations, encode, is_leaving_out=leave_out_unusable)
+    prompts.sort(key=lambda prompt: len(prompt.ids_T), reverse=True)  # batches of one length; the longest run first
     header = ResponsesHeader(
         **describe_origin(run, folder, tokenizer),
         prompts_sha256=digest(prompt.ids_T for prompt in prompts),

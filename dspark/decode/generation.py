@@ -25,7 +25,8 @@ class Generation:
 def generate(
     target: Target[CacheT], prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
 ) -> list[torch.Tensor]:
-    """Plain decoding: the target alone, all prompts in step, one token a pass; finished rows commit nothing.
+    """Plain decoding: the target alone, all prompts in step, one token a pass; rows that are finished
+    go on unseen, since to hold them back costs more than to let them.
 
     Each row draws from its own ``uniforms`` (see ``row_uniforms``), one a token, so its text does not depend on the
     other rows but for the rounding of the target's batched arithmetic.
@@ -39,6 +40,7 @@ def generate(
     hidden_BD = output.last_hidden_ND[last_B.to(output.last_hidden_ND.device)]
     texts: list[list[int]] = [[] for _ in prompts]
     is_open = [True] * len(prompts)
+    one_B = torch.ones(len(prompts), dtype=torch.int64)
     while True:
         ids_B = sample(target.logits(hidden_BD), sampling, [uniform() for uniform in uniforms])
         for row, new_id in enumerate(ids_B.tolist()):
@@ -48,7 +50,7 @@ def generate(
         if not any(is_open):
             return [torch.tensor(text) for text in texts]
         hidden_BD = target.verify(ids_B[:, None], cache).last_hidden_ND
-        target.commit(cache, ids_B.new_tensor(is_open))
+        target.commit(cache, one_B)
 
 
 @torch.no_grad()

@@ -86,16 +86,16 @@ class View(NamedTuple):
 class LingCache:
     """Committed memory of B sequences, and the stage of the last verify.
 
-    Linear layers hold one state each, stacked over layers (M). Latent layers (every model has one) hold a row a token
-    in a buffer that grows by doubling; staged rows are written behind the committed ones and count once the length
-    covers them.
+    Linear layers hold one state each, and their histories stacked over layers (M). Latent layers (every model has one)
+    hold a row a token in a buffer that grows by doubling; staged rows are written behind the committed ones and count
+    once the length covers them.
     """
 
     def __init__(self, lengths: Sequence[int], linear: Sequence[LinearMemory], latent: Sequence[torch.Tensor]) -> None:
         self.lengths = list(lengths)
         self.rows_MBJC = torch.stack(list(latent))
         nothing = self.rows_MBJC.new_empty(0)
-        self.states_MBHEF = torch.stack([memory.state_BHEF for memory in linear]) if linear else nothing
+        self.states = [memory.state_BHEF for memory in linear]
         self.histories_MBWC = torch.stack([memory.history_BWC for memory in linear]) if linear else nothing
         self.num_staged = 0
         self._stages: list[LinearStage] = []
@@ -115,7 +115,7 @@ class LingCache:
 
     def memory(self, linear_layer: int) -> LinearMemory:
         """What one linear attention layer has committed; ``linear_layer`` counts these layers only."""
-        return LinearMemory(self.states_MBHEF[linear_layer], self.histories_MBWC[linear_layer])
+        return LinearMemory(self.states[linear_layer], self.histories_MBWC[linear_layer])
 
     def rows(self, latent_layer: int) -> torch.Tensor:
         """The buffer [B, J, C] of one latent attention layer; ``latent_layer`` counts these layers only."""
@@ -152,12 +152,14 @@ class LingCache:
             self.rows_MBJC = torch.cat((self.rows_MBJC, self.rows_MBJC.new_zeros(shape)), 2)
 
     def _commit_linear(self, counts_B: torch.Tensor, is_whole: bool) -> None:
-        window, k, log_decay, deltas, state = (torch.stack(parts) for parts in zip(*self._stages, strict=True))
-        num_layers = window.shape[0]
-        self.histories_MBWC = history_after(window, counts_B.expand(num_layers, -1), self.histories_MBWC.shape[2])
+        windows, keys, log_decays, deltas, states = zip(*self._stages, strict=True)
+        num_layers = len(states)
+        self.histories_MBWC = history_after(
+            torch.stack(windows), counts_B.expand(num_layers, -1), self.histories_MBWC.shape[2]
+        )
         if is_whole:
-            self.states_MBHEF = state
+            self.states = list(states)
             return
-        flat = (x.flatten(0, 1) for x in (k, log_decay, deltas, self.states_MBHEF))
-        states = state_after(counts_B.repeat(num_layers), *flat)
-        self.states_MBHEF = torch.unflatten(states, 0, (num_layers, -1))
+        flat = (torch.cat([*parts]) for parts in (keys, log_decays, deltas, self.states))
+        after = state_after(counts_B.repeat(num_layers), *flat)
+        self.states = list(after.chunk(num_layers))

@@ -1,10 +1,11 @@
 """How good a draft's blocks are: the loss terms, the expected acceptance length, and their denominators."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dspark.config import ObjectiveSection
 from dspark.draft.anchors import BlockTargets, gather_positions, slot_positions
@@ -33,16 +34,42 @@ def compare(draft_logits_BAKV: Tensor, teacher_logits_BAKV: Tensor, label_ids_BA
 
     Shapes: both logits float32 or float64; label_ids_BAK int64. The teacher gets no gradient.
     """
-    draft_logprobs_BAKV = draft_logits_BAKV.log_softmax(-1)
-    teacher_logprobs_BAKV = teacher_logits_BAKV.detach().log_softmax(-1)
-    teacher_probs_BAKV = teacher_logprobs_BAKV.exp()
-    label_BAK1 = label_ids_BAK[..., None]
-    return Agreement(
-        draft_logprobs_BAKV.gather(-1, label_BAK1).squeeze(-1),
-        teacher_logprobs_BAKV.gather(-1, label_BAK1).squeeze(-1),
-        (teacher_probs_BAKV * (teacher_logprobs_BAKV - draft_logprobs_BAKV)).sum(-1),
-        torch.minimum(teacher_probs_BAKV, draft_logprobs_BAKV.exp()).sum(-1),
-    )
+    inputs = (draft_logits_BAKV, teacher_logits_BAKV.detach(), label_ids_BAK[..., None])
+    return Agreement(*_Comparison.apply(*inputs))  # type: ignore[no-untyped-call]
+
+
+class _Comparison(torch.autograd.Function):
+    """The four figures of ``compare`` with their gradient written out: q = softmax(draft), p = softmax(teacher),
+
+        d log q(label) = onehot - q        d KL = q - p        d acceptance = q (c - sum(q c)) / 2, c = sign(p - q)
+
+    Half the passes over the vocabulary, and a third of the memory, of the same formulas left to autograd.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, draft_BAKV: Tensor, teacher_BAKV: Tensor, label_BAK1: Tensor) -> tuple[Tensor, ...]:
+        draft_logprobs_BAKV, teacher_logprobs_BAKV = draft_BAKV.log_softmax(-1), teacher_BAKV.log_softmax(-1)
+        labels = (draft_logprobs_BAKV.gather(-1, label_BAK1), teacher_logprobs_BAKV.gather(-1, label_BAK1))
+        p_BAKV = teacher_logprobs_BAKV.exp()
+        divergence_BAK = teacher_logprobs_BAKV.sub_(draft_logprobs_BAKV).mul_(p_BAKV).sum(-1)
+        q_BAKV = draft_logprobs_BAKV.exp_()
+        ctx.save_for_backward(q_BAKV, p_BAKV, label_BAK1)
+        draft_BAK, teacher_BAK = (part.squeeze(-1) for part in labels)
+        ctx.mark_non_differentiable(teacher_BAK)
+        return draft_BAK, teacher_BAK, divergence_BAK, torch.minimum(p_BAKV, q_BAKV).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, label: Tensor, _: Tensor, divergence: Tensor, acceptance: Tensor
+    ) -> tuple[Tensor, None, None]:
+        q_BAKV, p_BAKV, label_BAK1 = ctx.saved_tensors
+        label_BAK1_grad, divergence_BAK1, acceptance_BAK1 = (g.unsqueeze(-1) for g in (label, divergence, acceptance))
+        grad_BAKV = (p_BAKV - q_BAKV).sign_().mul_(acceptance_BAK1 / 2)
+        inner_BAK1 = torch.linalg.vecdot(grad_BAKV, q_BAKV).unsqueeze(-1)
+        grad_BAKV.add_(divergence_BAK1 - label_BAK1_grad - inner_BAK1).mul_(q_BAKV)
+        grad_BAKV.addcmul_(p_BAKV, divergence_BAK1, value=-1)
+        return grad_BAKV.scatter_add_(-1, label_BAK1, label_BAK1_grad), None, None
 
 
 def teacher_logits(last_hidden_BTD: Tensor, anchors_BA: Tensor, block_size: int, head_VD: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def adamw(draft: nn.Module, section: TrainSection) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas)
+    return torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas, fused=True)
 
 
 def learning_rate(step: int, section: TrainSection) -> float:

@@ -1,5 +1,6 @@
 """dspark demo: the real stages on a tiny target end in a table and a page; a second run goes on; a failure is named."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,12 +12,13 @@ import yaml
 from tiny import write_tiny_ling
 from training_run import run_fields
 
-from dspark.cli.demo import demo
+from dspark.cli.demo import LAUNCH, demo
 from dspark.cli.main import main
 from dspark.config import load_run
 from dspark.eval.tasks import REPOSITORY
 from dspark.export import FolderFields, write_draft
 from dspark.target.loading import load_tables
+from dspark.train.run_folder import PROVENANCE
 from dspark.train.setup import fresh_draft
 
 
@@ -65,7 +67,9 @@ def test_the_pipeline_ends_in_a_table_and_a_page_and_goes_on_when_run_again(
     assert [command[:3] for command in commands[:2]] == [
         ["-m", "dspark.cli.main", stage] for stage in ("prepare", "record")
     ]
-    assert commands[2] == ["train.py", "--config", str(config), "--resume"]
+    assert commands[2] == [*LAUNCH, "train.py", "--config", str(config), "--resume"]
+    (launch,) = json.loads((load_run(config).train.folder / PROVENANCE).read_text())
+    assert launch["hardware"]["processes"] == "2 x cpu"
     assert page.exists()
 
 

@@ -1,4 +1,4 @@
-"""dspark prepare: the target's own answers, whole, in order, resumable; unusable prompts are refused first."""
+"""dspark prepare: the target's own answers, whole, the longest prompt first, resumable; bad prompts are refused."""
 
 import json
 import os
@@ -34,9 +34,11 @@ def test_the_answers_are_the_targets_own_at_the_stated_temperature(tmp_path: Pat
     target, tokenizer = load_target(tmp_path / "target"), load_tokenizer(tmp_path / "target")
     sampling = Sampling(0.8, 12, (STOP_TOKEN_ID,))
     rows = [json.loads(line) for line in (tmp_path / "record" / "responses.jsonl").read_text().splitlines()]
-    assert [row["index"] for row in rows] == [1, 2, 3, 4, 5]
+    lengths = [len(row["prompt_ids"]) for row in rows]
+    assert lengths == sorted(lengths, reverse=True)
+    assert sorted(row["index"] for row in rows) == [1, 2, 3, 4, 5]
     for number, row in enumerate(rows):
-        prompt_ids_T = tokenizer(prompt_text(ROWS[number]), return_tensors="pt")["input_ids"][0]
+        prompt_ids_T = tokenizer(prompt_text(ROWS[row["index"] - 1]), return_tensors="pt")["input_ids"][0]
         assert row["prompt_ids"] == prompt_ids_T.tolist()
         expected = generate(target, [prompt_ids_T], sampling, [row_uniforms(0, number)])[0].tolist()
         assert row["response_ids"] == expected

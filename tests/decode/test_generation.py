@@ -220,8 +220,7 @@ def test_a_row_of_a_batch_says_what_it_says_alone() -> None:
     prompts = [torch.tensor(ids) for ids in ([1], [2, 3, 0], [0, 0], [3, 2])]
     sampling = Sampling(1.0, 40, stop_token_ids=(3,))
     together = generate(target, prompts, sampling, [row_uniforms(9, row) for row in range(4)])
-    after_prefill = torch.tensor(target.commits[1:])
-    assert after_prefill.sum(0).tolist() == [len(text) - 1 for text in together], "a row that has ended commits nothing"
+    assert len(target.commits[1:]) == max(map(len, together)) - 1, "the last row to end ends the pass"
     for row, prompt in enumerate(prompts):
         (alone,) = generate(target, [prompt], sampling, [row_uniforms(9, row)])
         assert alone.tolist() == together[row].tolist()

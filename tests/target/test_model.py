@@ -162,7 +162,7 @@ def test_a_bfloat16_model_decodes_near_the_float32_model_and_keeps_its_states_in
     cache, _ = model.prefill([ids_T[:8]])
     hidden_ND = model.verify(ids_T[None, 8:], cache).last_hidden_ND
     model.commit(cache, torch.tensor([3]))
-    assert (hidden_ND.dtype, cache.states_MBHEF.dtype) == (torch.bfloat16, torch.float32)
+    assert (hidden_ND.dtype, cache.states[0].dtype) == (torch.bfloat16, torch.float32)
     assert model.logits(hidden_ND).dtype == torch.float32
     expected_ND = exact.prefill([ids_T])[1].last_hidden_ND[8:]
     assert (hidden_ND.float() - expected_ND).norm() < 0.1 * expected_ND.norm()
