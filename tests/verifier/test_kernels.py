@@ -56,5 +56,7 @@ def test_steps_and_commits_on_kernels_equal_the_target(tmp_path: Path, monkeypat
     assert int(taken.next_id_1) == int(choices[kept - 1])
     assert not verifier.buffers.counters.any()
     target.commit(cache, kept[None])
-    torch.testing.assert_close(verifier.buffers.state_LHEF, cache.states_MBHEF[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        verifier.buffers.state_LHEF, torch.stack([state_BHEF[0] for state_BHEF in cache.states]), rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(verifier.buffers.history_LWC, cache.histories_MBWC[:, 0], rtol=1e-4, atol=1e-5)
