@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "deepspeed")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "deepspeed", "triton")
 
 
 def describe_launch(command: Sequence[str]) -> dict[str, Any]:

@@ -8,5 +8,5 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dspark.cli.main import main
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["bench", "verify"]
+    sys.argv[:1] = ["dspark", "bench", "verify"]
     main()

@@ -50,7 +50,7 @@ def verify(
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each a process with a GPU.")] = 1,
     emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
     tokens: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "9",
-    context: Annotated[int, typer.Option(min=0, help="Committed tokens before the window.")] = 8192,
+    context: Annotated[int, typer.Option(min=0, max=10**7, help="Committed tokens before the window.")] = 8192,
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
     ] = None,
@@ -63,6 +63,8 @@ def verify(
     windows = _windows(tokens)
     console = Console(soft_wrap=True, highlight=False)
     folder = locate_target(weights) if weights != "random" else _config_folder(target)
+    if weights != "random" and load_target_config(folder) != load_target_config(_config_folder(target)):
+        raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
     config, shard, device = load_target_config(folder), Shard(0, emulate_tp), torch.device(DEVICE)
     capacity_tokens = context + slack_tokens(max(windows))
     plan = make_plan(config, shard, capacity_tokens, DTYPE, device)
@@ -79,6 +81,7 @@ def verify(
         "windows": [],
     }
     save = partial(_save, report, json)
+    save()
     clock = Clock(device)
     report["read_bytes_per_second"] = bandwidth = read_bandwidth(clock, free_bytes(device))
     report["graph_start_microseconds"] = clock.start_microseconds
@@ -154,7 +157,7 @@ def _save(report: dict[str, Any], path: Path | None) -> None:
 
 def _windows(tokens: str) -> list[int]:
     parts = tokens.split(",")
-    if not all(part.strip().isdecimal() and 1 <= int(part) <= MAX_TOKENS for part in parts):
+    if not all(len(part) < 5 and part.strip().isdecimal() and 1 <= int(part) <= MAX_TOKENS for part in parts):
         raise ConfigError(f"--tokens: expected numbers in 1..{MAX_TOKENS}, separated by commas, got {tokens!r}")
     return [int(part) for part in parts]
 

@@ -36,10 +36,11 @@ from dspark.train.setup import fresh_draft
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
 """Freed tensors stay with the process: to map them anew at every operation costs glibc a fifth of the time."""
 ONE_PROCESS = {"OMP_NUM_THREADS": "2", **KEPT_MEMORY}
-"""Of preparing and recording. One prompt at a time of so small a model decodes fastest with one thread."""
+"""Of preparing and recording; eval, which decodes one prompt at a time, is fastest with one thread."""
 TWO_PROCESSES = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **KEPT_MEMORY}
 """Of training. On two cores two processes of one thread each learn faster than one process of two threads."""
 LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
+LAUNCH += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]  # said, so that nothing is warned of
 DEMO = REPOSITORY / "configs" / "demo.yaml"
 LEARNER = "demo draft"
 

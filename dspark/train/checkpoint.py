@@ -100,7 +100,7 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
             found = {moment: moments[f"{moment}.{name}"] for moment in MOMENT_NAMES}
             slices = _slices(parameter, optimizer, progress.step)
             if slices is None:
-                step = {"step": torch.tensor(float(progress.step))}
+                step = {"step": torch.tensor(float(progress.step), device=parameter.device)}
                 optimizer.state[parameter] = step | {m: v.to(parameter.device) for m, v in found.items()}
             else:
                 for piece, value in zip(slices, [parameters[name], *found.values()], strict=True):
@@ -130,7 +130,8 @@ def _slices(parameter: nn.Parameter, optimizer: Any, step: int | None = None) ->
     flat = optimizer.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
     state = optimizer.optimizer.optimizer.state[flat]
     if step is not None and not state:
-        state |= {"step": torch.tensor(float(step))} | {moment: torch.zeros_like(flat) for moment in MOMENT_NAMES}
+        state["step"] = torch.tensor(float(step), device=flat.device)
+        state |= {moment: torch.zeros_like(flat) for moment in MOMENT_NAMES}
     begin, length = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
     parts = [flat, *(state[moment] for moment in MOMENT_NAMES)]
     return [_Slice(part.detach()[begin : begin + length], mapping.lp_fragment_address.start) for part in parts]

@@ -33,6 +33,8 @@ class VerifierCache:
 class Verifier:
     """One rank's engine over one sequence at a time.
 
+    Raises: ConfigError for a GPU before sm_90, or tapped layers that are not there.
+
     With a world of one it is a whole ``Target``. A rank of several, alone, adds its own partial sums only: its output
     means nothing, its time does. Memory for ``capacity_tokens`` is allocated here; a longer sequence is refused.
     """
@@ -44,6 +46,12 @@ class Verifier:
         target_layer_ids: tuple[int, ...] = (),
         is_chained: bool = True,
     ) -> None:
+        _check_device(weights.device)
+        last = weights.config.num_hidden_layers - 1
+        if len(set(target_layer_ids)) < len(target_layer_ids) or not all(
+            0 <= layer <= last for layer in target_layer_ids
+        ):
+            raise ConfigError(f"target_layer_ids must be distinct and in 0..{last}, got {list(target_layer_ids)}")
         self.weights, self.config, self.is_chained = weights, weights.config, is_chained
         self.target_layer_ids = target_layer_ids
         self.buffers = allocate_buffers(weights.config, weights.shard, capacity_tokens, weights.dtype, weights.device)
@@ -175,6 +183,10 @@ class Verifier:
             )
         call("Length", self.buffers.length_1.add_, count_1)
 
+    def drop_stage(self) -> None:
+        """Forget the staged tokens: a commit of them is refused from now on."""
+        self._staged = None
+
     def dense(self, num_tokens: int) -> router.Dispatch:
         """The constant dispatch of a dense MLP, made once."""
         if num_tokens not in self._dense:
@@ -200,6 +212,13 @@ class Verifier:
     def _check(self, cache: VerifierCache) -> None:
         if cache.number != self._number:
             raise ValueError("this sequence was replaced: the verifier holds only that of its last prefill")
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        raise ConfigError(
+            f"the verifier's kernels need compute capability 9.0, found {torch.cuda.get_device_name(device)}"
+        )
 
 
 def _check_single(num_sequences: int) -> None:

@@ -40,6 +40,7 @@ class Step:
     def __call__(self) -> StepOutput:
         """Take the step. Raises: ConfigError when the sequence outgrows the memory."""
         self.verifier.make_room(self.num_tokens)
+        self.verifier.drop_stage()
         self.verifier.most_tokens += self.num_tokens
         return self.captured()
 

@@ -30,7 +30,7 @@ def read_window(
 ) -> Window:
     """Read T tokens after the committed ones.
 
-    The sum over ranks belongs into ``_add``: one rank alone adds its own partial sum only.
+    One rank alone adds its own partial sum only; ``_add`` is where ranks would add theirs.
     """
     call, config, _, is_chained = chain
     input_norms = [layer.input_norm_D for layer in weights.layers]
@@ -52,9 +52,10 @@ def read_window(
             projected.append(projected_TC)
         else:
             partial = latent_attention(x_TD, layer.latent, len(outputs) - len(projected), chain)
-        residual_TD, x_TD = _add(partial, residual_TD, layer.post_norm_D, chain)
+        residual_TD, x_TD = _add("Attention", partial, residual_TD, layer.post_norm_D, chain)
         partial = feed(x_TD, layer.router, layer.experts, dense, chain)
-        residual_TD, x_TD = _add(partial, residual_TD, next_norm_D, chain)
+        kind = "Dense MLP" if layer.router is None else "MoE"
+        residual_TD, x_TD = _add(kind, partial, residual_TD, next_norm_D, chain)
         outputs.append(residual_TD)
     taps = [outputs[layer] for layer in target_layer_ids]
     taps_TLD = call("Taps", torch.stack, taps, 1) if taps else x_TD.new_empty(len(ids_T), 0, config.hidden_size)
@@ -63,11 +64,10 @@ def read_window(
 
 
 def _add(
-    partial: Partial, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, chain: Chain
+    kind: str, partial: Partial, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, chain: Chain
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kind = "Attention sum and norm" if partial.weights_TK is None else "MoE sum and norm"
     return chain.call(
-        kind,
+        f"{kind} sum and norm",
         residual.add_norm,
         partial.parts_TKD,
         partial.weights_TK,

@@ -46,6 +46,13 @@ def test_other_windows_and_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(run("--target", "ling-3.0-flash", "--tp", "2"), ConfigError)
 
 
+def test_weights_of_another_target_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    error = run("--target", "ling-3.0-tiny", "--weights", str(NANO_FOLDER))
+    assert isinstance(error, ConfigError)
+    assert "is not that of ling-3.0-tiny" in str(error)
+
+
 class FakeClock:
     """Runs what it is given, on the CPU, and says that it took ten microseconds."""
 

@@ -164,6 +164,7 @@ def test_the_public_function_refuses_what_does_not_fit(kernel_device: torch.devi
         lambda: router.dispatch(x, gate, bias[:7], LAW, count),
         lambda: router.dispatch(x, gate, bias, (3, 2, 3, 2.5), count),
         lambda: router.dispatch(x, gate, bias, (4, 2, 5, 2.5), count),
+        lambda: router.dispatch(x, gate.repeat(16, 1), bias.repeat(16), (64, 2, 2, 2.5), count),
     ):
         with pytest.raises(ValueError, match="expected"):
             wrong()

@@ -161,3 +161,9 @@ def test_a_window_and_its_tokens_one_by_one_agree_bit_for_bit(
     for ours, theirs in zip((*verifier.buffers.memory(), verifier.buffers.rows_MJC), expected, strict=True):
         same = (ours[:, :num_rows], theirs[:, :num_rows]) if ours is verifier.buffers.rows_MJC else (ours, theirs)
         assert torch.equal(*same)
+
+
+@pytest.mark.parametrize("layers", [(-1,), (1, 1), (99,)])
+def test_tapped_layers_that_are_not_there_are_refused(verifier: Verifier, layers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="target_layer_ids must be distinct and in 0"):
+        Verifier(verifier.weights, CAPACITY_TOKENS, layers)

@@ -64,3 +64,13 @@ def test_steps_stop_at_the_capacity(verifier: Verifier) -> None:
     step()
     with pytest.raises(ConfigError, match="room for 256 tokens"):
         list(map(Step.__call__, [step] * 3))
+
+
+@torch.no_grad()
+def test_a_step_drops_what_was_staged_before_it(verifier: Verifier) -> None:
+    cache, _ = verifier.prefill([random_ids(verifier.vocab_size, 5)])
+    step = Step(verifier, 2)
+    verifier.verify(random_ids(verifier.vocab_size, 3)[None], cache)
+    step()
+    with pytest.raises(ValueError, match=r"expected one count in 0\.\.0"):
+        verifier.commit(cache, torch.tensor([3]))

@@ -46,7 +46,7 @@ def verify(
 ) -> torch.Tensor:
     """The outputs of T = 1..16 further tokens of one sequence, from the in-projection's rows; changes nothing.
 
-    Chained, the state and the history are read before the predecessor has finished: it must not be what writes them
+    Chained, the state is read before the predecessor has finished: it must not be what writes it
     (``commit``). One that writes the projection stands between them anyway.
 
     Shapes: projected_TC rows [q | k | v | f | g | b] of widths HE, HE, HF, HE, HF, H (E = F; g is not read here);

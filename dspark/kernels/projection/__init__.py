@@ -61,8 +61,12 @@ def project_gated(
     if o_THF.dim() != 3 or gate_THF.shape != o_THF.shape or gate_THF.dtype != o_THF.dtype:
         found = f"o {o_THF.dtype} {tuple(o_THF.shape)}, gate {gate_THF.dtype} {tuple(gate_THF.shape)}"
         raise ValueError(f"projection: found {found}, expected one dtype and shape [T, H, F]")
-    if norm_weight_F.shape != o_THF.shape[2:] or not norm_weight_F.is_contiguous() or gate_THF.stride(2) != 1:
-        found = f"{tuple(norm_weight_F.shape)} and gate strides {gate_THF.stride()}"
+    if (
+        norm_weight_F.shape != o_THF.shape[2:]
+        or not norm_weight_F.is_contiguous()
+        or {o_THF.stride(2), gate_THF.stride(2)} != {1}
+    ):
+        found = f"{tuple(norm_weight_F.shape)}, strides of o {o_THF.stride()}, of the gate {gate_THF.stride()}"
         raise ValueError(f"projection: found norm weight {found}, expected {tuple(o_THF.shape[2:])}, contiguous in F")
     _check(o_THF.flatten(1), weight_CD, counters)
     if not o_THF.is_cuda:

@@ -30,6 +30,7 @@ def dispatch(
     _check("gate", gate_XD.shape[1:] == x_TD.shape[1:], gate_XD.shape, x_TD.shape)
     _check("bias", bias_X.shape == (num_experts,), bias_X.shape, num_experts)
     _check("groups", size >= 2 and size * num_groups == num_experts, num_groups, f"to divide {num_experts} experts")
+    _check("groups", num_groups <= 32, num_groups, "at most 32: the kept ones are the bits of a word")
     _check("picks", num_picks <= num_kept_groups * size, num_picks, f"at most {num_kept_groups * size}")
     if x_TD.device.type == "cpu":
         return reference.dispatch(x_TD, gate_XD, bias_X, law)
