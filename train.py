@@ -3,9 +3,9 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 # Read when torch is loaded: threads that wait soon sleep, or a busy CPU takes many times as long.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -21,6 +21,7 @@ from dspark.draft.model import DraftModel
 from dspark.errors import DraftMismatchError, DsparkError, one_line
 from dspark.export import FolderFields, architecture_for, read_draft, write_draft
 from dspark.export.draft_config import config_json
+from dspark.files import claim
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
@@ -31,7 +32,7 @@ from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_afte
 from dspark.train.optimizer import learning_rate
 from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder
 from dspark.train.setup import bias_note, check_mask_row, check_record, fresh_draft, prepare
-from dspark.train.step import train_step
+from dspark.train.step import Learner, train_step
 
 EXAMPLES = """
 Examples:\n
@@ -53,15 +54,23 @@ def main(
     run = load_run(config, tuple(overrides or ()))
     os.environ.setdefault("WANDB_MODE", "offline")
     accelerator = start_accelerator(run.train, os.environ, parent_command())
+    reader = RecordReader(run.record.folder)
+    processes = f"{accelerator.num_processes} x {accelerator.device.type}"
+    launch = describe_training(sys.argv, reader.folder / MANIFEST_FILE, processes)
+    check_run_folder(run, launch, resume)
+    learner = prepare(accelerator, build_draft(run, reader), run)
+    with claim(run.train.folder) if accelerator.is_main_process else nullcontext():
+        train(learner, reader, launch, resume)
+    accelerator.end_training()
+
+
+def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume: bool) -> None:
+    """Step until done and save; every process calls it, and no other run writes into the folder meanwhile."""
+    accelerator, run = learner.accelerator, learner.run
     folder, is_main = run.train.folder, accelerator.is_main_process
     share = Share(
         run.train.batch_size, run.train.accumulation_steps, accelerator.process_index, accelerator.num_processes
     )
-    reader = RecordReader(run.record.folder)
-    processes = f"{share.world_size} x {accelerator.device.type}"
-    launch = describe_training(sys.argv, reader.folder / MANIFEST_FILE, processes)
-    check_run_folder(run, launch, resume)
-    learner = prepare(accelerator, build_draft(run, reader), run)
     done = TrainingProgress(step=0, sequences_seen=0)
     if resume and (found := checkpoints(folder / "checkpoints")):
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)
@@ -74,7 +83,7 @@ def main(
     with progress_bar(run, done.step, is_main) as show:
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
-            f"{processes}, distributed: {accelerator.distributed_type.value.lower()}, "
+            f"{launch['hardware']['processes']}, distributed: {accelerator.distributed_type.value.lower()}, "
             f"mixed precision: {accelerator.mixed_precision}" + bias_note(reader.manifest, run.objective)
         )
         for window in read_windows(reader, run, share, share.starts(done.sequences_seen, run.train.steps - done.step)):
@@ -94,7 +103,6 @@ def main(
     if is_main:
         write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | origin_of(run, reader))
         show(f"wrote {folder / 'draft'}")
-    accelerator.end_training()
 
 
 def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:

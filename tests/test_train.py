@@ -23,6 +23,7 @@ import train
 from dspark.config import load_run
 from dspark.errors import CheckpointError, ConfigError, RecordError
 from dspark.export import read_draft
+from dspark.files import claim
 from dspark.target.loading import load_tables, target_fingerprint
 
 ROOT = Path(__file__).parent.parent
@@ -216,6 +217,14 @@ def test_a_folder_that_holds_a_run_is_refused_without_resume(place: Path) -> Non
 def test_a_run_is_not_resumed_as_another_run(place: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=rf"{override.split('.')[0].split('=')[0]} is .* there and .* now"):
         train.main(place / "config.yaml", [override], resume=True)
+
+
+def test_a_folder_in_which_another_run_writes_is_refused(place: Path, tmp_path: Path) -> None:
+    override = half_way(place, tmp_path / "half")
+    with claim(tmp_path / "half"), pytest.raises(ConfigError, match=r"half: another process writes here"):
+        train.main(place / "config.yaml", override, resume=True)
+    train.main(place / "config.yaml", override, resume=True)
+    assert_same(tmp_path / "half", place / "run", tolerance=0)
 
 
 def test_a_run_is_not_resumed_on_another_record(place: Path, tmp_path: Path) -> None:

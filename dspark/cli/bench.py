@@ -47,7 +47,6 @@ def _commands() -> None:
 def verify(
     target: Annotated[str, typer.Option(help="A name (ling-3.0-flash, ...) or a Hugging Face folder.")],
     weights: Annotated[str, typer.Option(help="random, or a folder of weights.")] = "random",
-    tp: Annotated[int, typer.Option(min=1, help="Ranks, each a process with a GPU.")] = 1,
     emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
     tokens: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "9",
     context: Annotated[int, typer.Option(min=0, max=10**7, help="Committed tokens before the window.")] = 8192,
@@ -58,8 +57,6 @@ def verify(
     """Time a verify step of the fused verifier, stage by stage and whole, against this GPU's read bandwidth."""
     if not torch.cuda.is_available():
         raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
-    if tp > 1:
-        raise ConfigError("--tp: several processes cannot exchange sums yet; measure one rank with --emulate-tp")
     windows = _windows(tokens)
     console = Console(soft_wrap=True, highlight=False)
     folder = locate_target(weights) if weights != "random" else _config_folder(target)

@@ -77,6 +77,13 @@ def locate_target(name_or_folder: str | Path) -> Path:
         ) from error
 
 
+def check_taps(target_layer_ids: tuple[int, ...], num_layers: int) -> None:
+    """Raises: ConfigError for tapped layers that repeat or are not there; the last one is no tap (dspark.md 1.4)."""
+    last = num_layers - 2
+    if len(set(target_layer_ids)) < len(target_layer_ids) or not all(0 <= layer <= last for layer in target_layer_ids):
+        raise ConfigError(f"target_layer_ids must be distinct and in 0..{last}, got {list(target_layer_ids)}")
+
+
 def load_target(
     name_or_folder: str | Path,
     *,
@@ -90,11 +97,7 @@ def load_target(
     """
     folder = locate_target(name_or_folder)
     facts = target_facts(folder)
-    last = facts.num_layers - 2
-    if len(set(target_layer_ids)) < len(target_layer_ids) or not all(0 <= layer <= last for layer in target_layer_ids):
-        raise ConfigError(
-            f"target_layer_ids must be distinct and in 0..{last} for {folder}, got {list(target_layer_ids)}"
-        )
+    check_taps(target_layer_ids, facts.num_layers)
     if facts.architecture != LING_ARCHITECTURE:
         from dspark.target.transformers_target import load_transformers_target  # heavy
 

@@ -10,6 +10,7 @@ import torch
 from dspark.errors import ConfigError
 from dspark.kernels import MAX_TOKENS, kda, projection, router
 from dspark.target.config import load_target_config
+from dspark.target.loading import check_taps
 from dspark.types import TargetOutput
 from dspark.verifier.blocks import Chain
 from dspark.verifier.buffers import allocate_buffers
@@ -47,11 +48,7 @@ class Verifier:
         is_chained: bool = True,
     ) -> None:
         _check_device(weights.device)
-        last = weights.config.num_hidden_layers - 1
-        if len(set(target_layer_ids)) < len(target_layer_ids) or not all(
-            0 <= layer <= last for layer in target_layer_ids
-        ):
-            raise ConfigError(f"target_layer_ids must be distinct and in 0..{last}, got {list(target_layer_ids)}")
+        check_taps(target_layer_ids, weights.config.num_hidden_layers)
         self.weights, self.config, self.is_chained = weights, weights.config, is_chained
         self.target_layer_ids = target_layer_ids
         self.buffers = allocate_buffers(weights.config, weights.shard, capacity_tokens, weights.dtype, weights.device)

@@ -64,7 +64,6 @@ class Step:
             self.ids_T,
             best_T[None],
             best_ids_T[None],
-            None,
             is_chained=verifier.is_chained,
         )
         verifier.commit_window(window, count_1, call)

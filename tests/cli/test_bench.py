@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from published import FLASH, TINY
 from typer.testing import CliRunner
 
-from dspark.cli.bench import SHIPPED_CONFIGS
 from dspark.cli.main import app
 from dspark.errors import ConfigError, DsparkError
 from dspark.target.loading import NANO_FOLDER
@@ -24,26 +22,20 @@ def run(*arguments: str) -> BaseException | None:
     return result.exception
 
 
-def test_the_shipped_configs_are_the_published_ones() -> None:
-    for name, values in (("ling-3.0-flash", FLASH), ("ling-3.0-tiny", TINY)):
-        assert json.loads((SHIPPED_CONFIGS / name / "config.json").read_text()) == values
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
+def test_without_a_gpu_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     error = run("--target", "ling-3.0-flash", "--emulate-tp", "4")
     assert isinstance(error, DsparkError)
     assert "needs a CUDA GPU" in str(error)
     assert "\n" not in str(error)
 
 
-def test_other_windows_and_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for tokens in ("0", "17", "9,x", ""):
         error = run("--target", "ling-3.0-flash", "--tokens", tokens)
         assert isinstance(error, ConfigError), error
         assert "numbers in 1..16" in str(error)
-    assert isinstance(run("--target", "ling-3.0-flash", "--tp", "2"), ConfigError)
 
 
 def test_weights_of_another_target_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_accept_counts_the_last_token_and_the_drafts_that_stay(tokens: int, kern
         for num_kept in range(tokens):
             ids_T, best_RT, best_ids_RT = window(tokens, ranks, num_kept, kernel_device)
             for accept in (kernel.accept, reference.accept):
-                count_1, next_id_1 = accept(ids_T, best_RT, best_ids_RT, None)
+                count_1, next_id_1 = accept(ids_T, best_RT, best_ids_RT)
                 assert count_1.tolist() == [num_kept + 1]
                 chosen = [
                     int(i)
@@ -136,15 +136,6 @@ def test_accept_counts_the_last_token_and_the_drafts_that_stay(tokens: int, kern
                 ]
                 assert next_id_1.tolist() == [min(chosen)]
                 assert count_1.dtype == next_id_1.dtype == torch.int64
-
-
-def test_accept_stops_at_the_length_of_the_window(kernel_device: torch.device) -> None:
-    ids_T, best_RT, best_ids_RT = window(9, 2, 6, kernel_device)
-    for length, count in ((1, 1), (2, 2), (7, 7), (8, 7), (9, 7), (1000, 7)):
-        length_1 = torch.tensor([length], device=kernel_device)
-        for accept in (kernel.accept, reference.accept, head.accept):
-            count_1, _ = accept(ids_T, best_RT, best_ids_RT, length_1)
-            assert count_1.tolist() == [count]
 
 
 def test_accept_takes_a_rank_that_found_nothing(kernel_device: torch.device) -> None:
@@ -158,10 +149,10 @@ def test_accept_takes_a_rank_that_found_nothing(kernel_device: torch.device) -> 
     best_ids_RT = torch.tensor([[2, 9, 3, 8], [4, 30, 31, 7], [6, 40, 51, 60]], device=kernel_device)
     ids_T = torch.tensor([1, 4, 9, 31], device=kernel_device)
     for accept in (kernel.accept, reference.accept):
-        count_1, next_id_1 = accept(ids_T, best_RT, best_ids_RT, None)
+        count_1, next_id_1 = accept(ids_T, best_RT, best_ids_RT)
         assert (count_1.item(), next_id_1.item()) == (4, 7)
         no_number_R1 = torch.full_like(best_RT[:, :1], torch.nan)
-        count_1, next_id_1 = accept(ids_T[:1], no_number_R1, best_ids_RT[:, 3:].contiguous(), None)
+        count_1, next_id_1 = accept(ids_T[:1], no_number_R1, best_ids_RT[:, 3:].contiguous())
         assert (count_1.item(), next_id_1.item()) == (1, 7)
 
 
@@ -198,9 +189,9 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
     greedy = {"V": 39296, "D": 2560, "ROWS": tile.rows, "COLUMNS": tile.columns, "STEPS": 2560 // tile.columns}
     greedy |= {"PROGRAMS": tile.programs, "NUM_CHUNKS": 2, "CHUNK": 1280, "POLICY": "evict_first", "IS_WHOLE": True}
     greedy |= {"MERGE": kernel.MERGE, "DOT": "tl.bfloat16", "IS_CHAINED": True, "num_stages": tile.num_stages}
-    accepting = {"ids": "*i64", "best": "*fp32", "best_ids": "*i64", "length": "*i64", "count": "*i64"}
+    accepting = {"ids": "*i64", "best": "*fp32", "best_ids": "*i64", "count": "*i64"}
     accepting |= {"next_id": "*i64"}
-    rules = {"NUM_TOKENS": 9, "NUM_RANKS": 4, "PADDED_RANKS": 4, "HAS_LENGTH": True, "IS_CHAINED": True}
+    rules = {"NUM_TOKENS": 9, "NUM_RANKS": 4, "PADDED_RANKS": 4, "IS_CHAINED": True}
     kernels = []
     for function, signature, constexprs, warps, stages in (
         (kernel.greedy_kernel, pointers | scalars, greedy, tile.num_warps, tile.num_stages),

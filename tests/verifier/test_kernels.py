@@ -29,17 +29,18 @@ KERNELS = [
 ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the other tests run the kernels")
 @torch.no_grad()
-def test_steps_and_commits_on_kernels_equal_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_and_commits_on_kernels_equal_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
+) -> None:
     for public, kernel, names in KERNELS:
         for name in names:
             monkeypatch.setattr(public, name, getattr(kernel, name))
     limits = {"expert_swiglu_limit_list": [0, 0, 0.5], "share_expert_swiglu_limit_list": [0, 0.25, 0.5]}
     folder = write_tiny_ling(tmp_path, num_hidden_layers=3, **limits)
-    target = load_target(folder, target_layer_ids=(1,))
-    verifier = Verifier.load(folder, 64, (1,), torch.float32, "cpu")
-    ids_T = random_ids(target.vocab_size, 10)
+    target = load_target(folder, target_layer_ids=(1,), device=kernel_device)
+    verifier = Verifier.load(folder, 64, (1,), torch.float32, kernel_device)
+    ids_T = random_ids(target.vocab_size, 10).to(kernel_device)
     verifier.prefill([ids_T[:4]])
     cache, _ = target.prefill([ids_T[:4]])
     for place in (5, 6):  # two drafted tokens are the target's own

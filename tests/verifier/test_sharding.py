@@ -166,7 +166,7 @@ def test_the_ranks_choices_merge_to_the_whole_models(folder: Path, kernel_device
     for num_tokens in range(1, 17):
         drafts_T = torch.cat((expected_T[:1], expected_T))[:num_tokens].clone()
         best_RT, ids_RT = torch.stack(best)[:, :num_tokens], torch.stack(ids)[:, :num_tokens]
-        count_1, next_id_1 = head.accept(drafts_T, best_RT.contiguous(), ids_RT.contiguous(), None)
+        count_1, next_id_1 = head.accept(drafts_T, best_RT.contiguous(), ids_RT.contiguous())
         assert (int(count_1), int(next_id_1)) == (num_tokens, int(expected_T[num_tokens - 1]))
 
 

@@ -45,7 +45,6 @@ def accept(
     ids_T: torch.Tensor,
     best_RT: torch.Tensor,
     best_ids_RT: torch.Tensor,
-    length_1: torch.Tensor | None = None,
     *,
     is_chained: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,21 +54,21 @@ def accept(
     choice at a slot is the larger maximum, of equal ones the smaller id. A draft stays if it is the choice one slot
     before and all drafts before it stay; the next token is the choice at the last slot that stays.
 
-    Shapes: ids int64, T in 1..16; best_RT float32 and best_ids_RT int64 [R, T], contiguous; length_1 int64, how many of
-    the T slots hold tokens (None for all): drafts at and behind it never stay. Raises ValueError otherwise.
+    Shapes: ids int64, T in 1..16; best_RT float32 and best_ids_RT int64 [R, T], contiguous.
+    Raises ValueError otherwise.
     """
     found = f"{tuple(ids_T.shape)}, {tuple(best_RT.shape)}, {tuple(best_ids_RT.shape)}"
     is_shaped = ids_T.dim() == 1 and best_RT.dim() == 2 and best_RT.shape[1:] == ids_T.shape
     if not is_shaped or best_ids_RT.shape != best_RT.shape or not 1 <= len(ids_T) <= MAX_TOKENS:
         raise ValueError(f"head: found {found}, expected [T], [R, T] and [R, T] with T of 1 to {MAX_TOKENS}")
-    tensors = (ids_T, best_ids_RT) if length_1 is None else (ids_T, best_ids_RT, length_1)
+    tensors = (ids_T, best_ids_RT)
     if best_RT.dtype != torch.float32 or any(x.dtype != torch.int64 for x in tensors):
         found = ", ".join(str(x.dtype) for x in (best_RT, *tensors))
         raise ValueError(f"head: found {found}, expected float32 maxima and everything else int64")
     if not all(x.is_contiguous() for x in (best_RT, *tensors)):
         raise ValueError("head: found strided tensors, expected contiguous ones")
     if not ids_T.is_cuda:
-        return reference.accept(ids_T, best_RT, best_ids_RT, length_1)
+        return reference.accept(ids_T, best_RT, best_ids_RT)
     from dspark.kernels.head import kernel
 
-    return kernel.accept(ids_T, best_RT, best_ids_RT, length_1, is_chained=is_chained)
+    return kernel.accept(ids_T, best_RT, best_ids_RT, is_chained=is_chained)

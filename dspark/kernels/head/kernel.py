@@ -105,8 +105,8 @@ def greedy_kernel(
 
 @triton.jit
 def accept_kernel(
-    ids, best, best_ids, length, count, next_id, NUM_TOKENS: tl.constexpr, NUM_RANKS: tl.constexpr,
-    PADDED_RANKS: tl.constexpr, HAS_LENGTH: tl.constexpr, IS_CHAINED: tl.constexpr,
+    ids, best, best_ids, count, next_id, NUM_TOKENS: tl.constexpr, NUM_RANKS: tl.constexpr,
+    PADDED_RANKS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: the ranks' maxima merge, then the first slot whose choice is not the next draft ends the window."""
     wait(IS_CHAINED)
@@ -121,8 +121,6 @@ def accept_kernel(
     most = tl.max(value, 0)
     choice = tl.min(tl.where((value == most[None, :]) & mask, candidates, 0x7FFFFFFFFFFFFFFF), 0)
     is_kept = tl.load(ids + slots + 1, mask=slots + 1 < NUM_TOKENS, other=-1) == choice  # -1 is no token
-    if HAS_LENGTH:
-        is_kept = is_kept & (slots + 1 < tl.load(length))
     last = tl.min(tl.where(is_kept, 16, slots), 0)
     tl.store(count, last.to(tl.int64) + 1)
     tl.store(next_id, tl.sum(tl.where(slots == last, choice, 0), 0))
@@ -162,7 +160,6 @@ def accept(
     ids_T: torch.Tensor,
     best_RT: torch.Tensor,
     best_ids_RT: torch.Tensor,
-    length_1: torch.Tensor | None,
     *,
     is_chained: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,8 +167,8 @@ def accept(
     num_ranks, num_tokens = best_RT.shape
     count_1, next_id_1 = torch.empty_like(ids_T[:1]), torch.empty_like(ids_T[:1])
     accept_kernel[(1,)](
-        ids_T, best_RT, best_ids_RT, length_1, count_1, next_id_1,
+        ids_T, best_RT, best_ids_RT, count_1, next_id_1,
         NUM_TOKENS=num_tokens, NUM_RANKS=num_ranks, PADDED_RANKS=triton.next_power_of_2(num_ranks),
-        HAS_LENGTH=length_1 is not None, num_warps=1, **launch.options(is_chained),
+        num_warps=1, **launch.options(is_chained),
     )  # fmt: skip
     return count_1, next_id_1

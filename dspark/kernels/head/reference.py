@@ -16,15 +16,10 @@ def greedy(hidden_TD: torch.Tensor, head_VD: torch.Tensor, first_id: int) -> tup
     return best_T.float(), ids_T + first_id
 
 
-def accept(
-    ids_T: torch.Tensor, best_RT: torch.Tensor, best_ids_RT: torch.Tensor, length_1: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def accept(ids_T: torch.Tensor, best_RT: torch.Tensor, best_ids_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Count of committed tokens and the token after them: a draft stays if the target chose it and all before stay."""
     _, choice_T = _larger_then_smaller_id(best_RT.T, best_ids_RT.T)
-    slots_T = torch.arange(1, len(ids_T), device=ids_T.device)
     is_kept_T = ids_T[1:] == choice_T[:-1]
-    if length_1 is not None:
-        is_kept_T = is_kept_T & (slots_T < length_1)
     count_1 = 1 + is_kept_T.long().cumprod(0).sum(0, keepdim=True)
     return count_1, choice_T.gather(0, count_1 - 1)
 
