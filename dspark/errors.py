@@ -37,3 +37,7 @@ class DraftMismatchError(DsparkError, ValueError):
 
 class TrainingError(DsparkError, ArithmeticError):
     """A loss or gradient that is not a finite number; the run stopped before the optimizer moved."""
+
+
+class RankError(DsparkError, RuntimeError):
+    """A rank of several that died or stands still; the message names it, and nothing after it counts."""

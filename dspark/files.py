@@ -18,7 +18,12 @@ from dspark.errors import ConfigError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file that is either absent (or as before) or complete. Its folder exists."""
+    """Write a text file that is either absent (or as before) or complete. Its folder exists.
+
+    Raises: ConfigError where something lies that is no file, which the renaming would put an end to.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file: nothing was written; give another path")
     beside = partial_of(path)
     beside.write_text(text, encoding="utf-8")
     put_in_place(beside, path)

@@ -1,6 +1,7 @@
 """Bad input of every kind is one clear error that names the place, and nothing written before is lost."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dspark.data.conversations import read_conversations
 from dspark.decode.sampling import Sampling, sample
 from dspark.errors import CheckpointError, ConfigError, PromptError, RecordError
 from dspark.export.draft_config import read_draft_config
-from dspark.files import claim, file_sha256, save_tensors
+from dspark.files import claim, file_sha256, save_tensors, write_whole
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.target.loading import target_facts
@@ -231,3 +232,12 @@ def test_a_folder_has_one_writer_at_a_time(
         assert dspark(monkeypatch, stage, "--config", config) == 2
     assert "another process writes here" in capsys.readouterr().err
     assert dspark(monkeypatch, stage, "--config", config) == 0
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        with pytest.raises(ConfigError, match="no file"):
+            write_whole(tmp_path / name, "text")
+        assert not (tmp_path / name).is_file()

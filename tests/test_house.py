@@ -15,7 +15,7 @@ ARROWS = {
     "target": {"layers", "kernels"},
     "draft": {"layers", "kernels"},
     "data": set(),
-    "verifier": {"target", "kernels", "layers"},  # layers: the rotary table
+    "verifier": {"target", "kernels", "layers", "draft"},  # layers: rotary table; draft: its weights for kernels
     "record": {"target", "verifier", "data"},
     "train": {"draft", "record", "data", "kernels"},
     "export": {"draft"},

@@ -39,13 +39,9 @@ def prefetch_lines(  # type: ignore[no-untyped-def]
     if IS_CHAINED:
         offset = (first_line + tl.arange(0, LINES)) * 128
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-            "=r,l,r",
-            [base.to(tl.int64) + offset, (offset < num_bytes).to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [base.to(tl.int64) + offset, (offset < num_bytes).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 def is_interpreted() -> bool:

@@ -109,6 +109,11 @@ class TargetConfig(BaseModel):
         """Width of the shared expert."""
         return self.moe_shared_expert_intermediate_size * self.num_shared_experts
 
+    @property
+    def router_law(self) -> tuple[int, int, int, float]:
+        """See ``kernels.router.Law``."""
+        return self.n_group, self.topk_group, self.num_experts_per_tok, self.routed_scaling_factor
+
     def is_latent(self, layer: int) -> bool:
         """Whether the layer's attention is MLA rather than KDA; the MTP layer (num_hidden_layers) is MLA.
 

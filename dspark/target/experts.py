@@ -21,13 +21,13 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.register_buffer("expert_bias", torch.empty(config.num_experts))
-        self.law = (config.n_group, config.topk_group, config.num_experts_per_tok, config.routed_scaling_factor)
+        self.law = config.router_law
 
     def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ids_NK and weights_NK, as ``router.route``."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         with torch.autocast(x_ND.device.type, enabled=False):
-            return router.route(functional.linear(x_ND.to(wide), self.weight.to(wide)), self.expert_bias, *self.law)
+            return router.route(functional.linear(x_ND.to(wide), self.weight.to(wide)), self.expert_bias, self.law)
 
 
 class Experts(nn.Module):

@@ -77,6 +77,19 @@ def locate_target(name_or_folder: str | Path) -> Path:
         ) from error
 
 
+def check_ids(ids: torch.Tensor, vocab_size: int) -> None:
+    """Raises: ConfigError unless these are whole numbers of the vocabulary. On a GPU it waits for the device."""
+    if ids.dtype not in {torch.int64, torch.int32} or (
+        ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size
+    ):
+        found = (
+            f"{ids.dtype}"
+            if ids.is_floating_point() or not ids.numel()
+            else f"{ids.dtype}, {int(ids.min())} to {int(ids.max())}"
+        )
+        raise ConfigError(f"token ids: expected whole numbers from 0 to {vocab_size - 1}, found {found}")
+
+
 def check_taps(target_layer_ids: tuple[int, ...], num_layers: int) -> None:
     """Raises: ConfigError for tapped layers that repeat or are not there; the last one is no tap (dspark.md 1.4)."""
     last = num_layers - 2

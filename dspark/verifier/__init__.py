@@ -2,11 +2,12 @@
 
 from dspark.verifier.engine import Verifier, VerifierCache
 from dspark.verifier.plan import Plan, make_plan
-from dspark.verifier.sharding import load_weights, random_weights
+from dspark.verifier.sharding import load_mtp, load_weights, random_mtp, random_weights
 from dspark.verifier.step import Step, StepOutput
-from dspark.verifier.weights import Shard, VerifierWeights
+from dspark.verifier.weights import MtpWeights, Shard, VerifierWeights
 
 __all__ = [
+    "MtpWeights",
     "Plan",
     "Shard",
     "Step",
@@ -14,7 +15,9 @@ __all__ = [
     "Verifier",
     "VerifierCache",
     "VerifierWeights",
+    "load_mtp",
     "load_weights",
     "make_plan",
+    "random_mtp",
     "random_weights",
 ]

@@ -1,6 +1,7 @@
 """One rank's chain of kernels through each kind of block, from the normed hidden state to the rank's partial sum."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional
@@ -11,7 +12,8 @@ from dspark.verifier.buffers import Buffers
 from dspark.verifier.calls import Caller
 from dspark.verifier.weights import ExpertWeights, LatentWeights, LinearWeights, RouterWeights
 
-SPLIT_TOKENS, MAX_SPLITS = 64, 44
+R = TypeVar("R")
+SHORT_SPLITS, LONG_SPLITS = 66, 44
 
 
 class Partial(NamedTuple):
@@ -19,6 +21,13 @@ class Partial(NamedTuple):
 
     parts_TKD: torch.Tensor
     weights_TK: torch.Tensor | None
+
+
+class Staged(NamedTuple):
+    """What the linear attention layers leave for a commit: their in-projections, raw and prepared (``kda.prepare``)."""
+
+    projected_LTC: torch.Tensor
+    prepared_LTC: torch.Tensor
 
 
 class Chain(NamedTuple):
@@ -29,39 +38,42 @@ class Chain(NamedTuple):
     buffers: Buffers
     is_chained: bool
 
+    def run(self, stage: str, kernel: Callable[..., R], *args: Any, **options: Any) -> R:
+        """Call a kernel of the chain."""
+        return self.call(stage, kernel, *args, is_chained=self.is_chained, **options)
+
 
 def num_splits(num_rows: int) -> int:
-    """Into how many parts the latent rows are cut: of 64 rows at least, and 44 at most.
+    """Into how many parts the latent rows are cut: of a block at least.
 
-    At 9 tokens of 8 heads a part is three programs, so 44 fill 132 multiprocessors once; more parts would write and
-    merge more than the cache holds.
+    At 9 tokens of 8 heads a part is two programs while it has 128 rows at most, which such a program holds, and three
+    programs beyond: either fills 132 multiprocessors once.
     """
-    return min(MAX_SPLITS, -(-num_rows // SPLIT_TOKENS))
+    num_blocks = -(-num_rows // mla.BLOCK_ROWS)
+    return min(num_blocks, SHORT_SPLITS if num_blocks <= 2 * SHORT_SPLITS else LONG_SPLITS)
 
 
-def linear_attention(
-    x_TD: torch.Tensor, weights: LinearWeights, index: int, chain: Chain
-) -> tuple[Partial, torch.Tensor]:
-    """Linear attention layer ``index`` (counting these layers only); also returns its projected_TC, for the commit."""
-    call, config, buffers, is_chained = chain
+def linear_attention(x_TD: torch.Tensor, weights: LinearWeights, index: int, staged: Staged, chain: Chain) -> Partial:
+    """Linear attention layer ``index`` (counting these layers only); fills its part of what is staged."""
+    config, buffers = chain.config, chain.buffers
     heads, width = weights.dt_bias_LHE.shape[1:]
     rows = heads * width
-    projected_TC = call(
-        "KDA in-projection", projection.project, x_TD, weights.in_LCD[index], buffers.counters, is_chained=is_chained
-    )
-    o_THF = call(
-        "KDA verify",
-        kda.verify,
-        projected_TC,
+    projected_TC, prepared_TC = staged.projected_LTC[index], staged.prepared_LTC[index]
+    chain.run(
+        "KDA in-projection",
+        projection.project_prepared,
+        x_TD,
+        weights.in_LCD[index],
         buffers.history_LWC[index],
         weights.conv_LCJ[index],
         weights.a_log_LH[index],
         weights.dt_bias_LHE[index],
-        buffers.state_LHEF[index],
         config.kda_lower_bound,
-        is_chained=is_chained,
+        buffers.counters,
+        out=(projected_TC, prepared_TC),
     )
-    y_TD = call(
+    o_THF = chain.run("KDA verify", kda.verify, prepared_TC, buffers.state_LHEF[index], x_TD.dtype)
+    y_TD = chain.run(
         "KDA norm and o_proj",
         projection.project_gated,
         o_THF,
@@ -70,58 +82,32 @@ def linear_attention(
         weights.out_LDC[index],
         config.rms_norm_eps,
         buffers.counters,
-        is_chained=is_chained,
     )
-    return Partial(y_TD[:, None], None), projected_TC
+    return Partial(y_TD[:, None], None)
+
+
+def empty_stage(x_TD: torch.Tensor, weights: LinearWeights) -> Staged:
+    """Memory for what T tokens stage."""
+    num_layers, num_channels, _ = weights.in_LCD.shape
+    projected_LTC = x_TD.new_empty(num_layers, len(x_TD), num_channels)
+    return Staged(projected_LTC, torch.empty_like(projected_LTC, dtype=weights.dt_bias_LHE.dtype))
 
 
 def latent_attention(x_TD: torch.Tensor, weights: LatentWeights, index: int, chain: Chain) -> Partial:
     """Latent attention layer ``index`` (counting these layers only); writes T rows behind the committed ones."""
-    call, config, buffers, is_chained = chain
-    rows_JC = buffers.rows_MJC[index]
-    projected_TC = call(
-        "MLA in-projection", projection.project, x_TD, weights.in_CD, buffers.counters, is_chained=is_chained
-    )
+    config, buffers, eps = chain.config, chain.buffers, chain.config.rms_norm_eps
+    rows_JC, length_1, counters = buffers.rows_MJC[index], buffers.length_1, buffers.counters
+    projected_TC = chain.run("MLA in-projection", projection.project, x_TD, weights.in_CD, counters)
     if weights.q_norm_C is not None and weights.q_b_CQ is not None:
-        projected_TC = call(
-            "MLA low-rank queries",
-            _low_rank_queries,
-            projected_TC,
-            weights.q_norm_C,
-            weights.q_b_CQ,
-            config.rms_norm_eps,
-            buffers.counters,
-        )
-    q_THC = call(
-        "MLA absorb",
-        mla.absorb,
-        projected_TC,
-        weights.kv_norm_C,
-        config.rms_norm_eps,
-        weights.keys_HEC,
-        buffers.angles_JE2,
-        rows_JC,
-        buffers.length_1,
-        is_chained=is_chained,
-    )
-    context_STHC, lse_STH = call(
-        "MLA attention",
-        mla.attend,
-        q_THC,
-        rows_JC,
-        buffers.length_1,
-        config.kv_lora_rank,
-        config.qk_head_dim**-0.5,
-        num_splits(len(rows_JC)),
-        is_chained=is_chained,
-    )
+        low_rank = (projected_TC, weights.q_norm_C, weights.q_b_CQ, eps, counters)
+        projected_TC = chain.call("MLA low-rank queries", _low_rank_queries, *low_rank)
+    cache = (buffers.angles_JE2, rows_JC, length_1)
+    q_THC = chain.run("MLA absorb", mla.absorb, projected_TC, weights.kv_norm_C, eps, weights.keys_HEC, *cache)
+    sizes = (config.kv_lora_rank, config.qk_head_dim**-0.5, num_splits(len(rows_JC)))
+    context_STHC, lse_STH = chain.run("MLA attention", mla.attend, q_THC, rows_JC, length_1, *sizes)
     gate_TH = projected_TC[:, -len(weights.keys_HEC) :]
-    o_THF = call(
-        "MLA values and gate", mla.finish, context_STHC, lse_STH, weights.values_HFC, gate_TH, is_chained=is_chained
-    )
-    y_TD = call(
-        "MLA o_proj", projection.project, o_THF.flatten(1), weights.out_DC, buffers.counters, is_chained=is_chained
-    )
+    o_THF = chain.run("MLA values and gate", mla.finish, context_STHC, lse_STH, weights.values_HFC, gate_TH)
+    y_TD = chain.run("MLA o_proj", projection.project, o_THF.flatten(1), weights.out_DC, counters)
     return Partial(y_TD[:, None], None)
 
 
@@ -129,23 +115,13 @@ def feed(
     x_TD: torch.Tensor, gate: RouterWeights | None, experts: ExpertWeights, dense: router.Dispatch, chain: Chain
 ) -> Partial:
     """The mixture of experts, or the dense MLP as one expert that every token takes (``dense``)."""
-    call, config, buffers, is_chained = chain
     kind, dispatch, weights_TK = "Dense MLP", dense, None
     if gate is not None:
-        law = (config.n_group, config.topk_group, config.num_experts_per_tok, config.routed_scaling_factor)
-        dispatch = call(
-            "Router",
-            router.dispatch,
-            x_TD,
-            gate.gate_XD,
-            gate.bias_X,
-            law,
-            buffers.counters,
-            is_chained=is_chained,
-        )
+        law, counters = chain.config.router_law, chain.buffers.counters
+        dispatch = chain.run("Router", router.dispatch, x_TD, gate.gate_XD, gate.bias_X, law, counters)
         kind, weights_TK = "MoE", dispatch.weights_TJ
-    act_MI = call(f"{kind} up", moe.up, x_TD, experts.gate_up_XCD, dispatch, experts.limits_X, is_chained=is_chained)
-    parts_TKD = call(f"{kind} down", moe.down, act_MI, experts.down_XDI, dispatch, is_chained=is_chained)
+    act_MI = chain.run(f"{kind} up", moe.up, x_TD, experts.gate_up_XCD, dispatch, experts.limits_X)
+    parts_TKD = chain.run(f"{kind} down", moe.down, act_MI, experts.down_XDI, dispatch)
     return Partial(parts_TKD, weights_TK)
 
 

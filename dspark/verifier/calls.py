@@ -19,6 +19,15 @@ def call(stage: str, function: Callable[P, R], /, *args: P.args, **options: P.kw
     return function(*args, **options)
 
 
+def named(kind: str, call: Caller, **always: bool) -> Caller:
+    """Calls stages of one kind, every one with these options."""
+
+    def run(stage: str, function: Any, /, *args: Any, **options: Any) -> Any:
+        return call(f"{kind} {stage}".lstrip(), function, *args, **always | options)
+
+    return run
+
+
 @dataclass(frozen=True)
 class Call:
     """A kernel call that can be made again on the same inputs."""

@@ -14,17 +14,22 @@ class Captured(Generic[ResultT]):
     """Runs ``function`` again and again on tensors that stay where they are.
 
     On a GPU every run replays one graph, and the result lies in the same memory each time: read it before the next
-    run. Warming up and capturing run the function; ``changed`` names the tensors whose content that must not alter.
+    run. Warming up and capturing run the function; ``changed`` names the tensors whose content that must not alter,
+    ``generator`` what it draws from if not from the device's own.
     """
 
     def __init__(
-        self, function: Callable[[], ResultT], device: torch.device, changed: Sequence[torch.Tensor] = ()
+        self,
+        function: Callable[[], ResultT],
+        device: torch.device,
+        changed: Sequence[torch.Tensor] = (),
+        generator: torch.Generator | None = None,
     ) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             before = [tensor.clone() for tensor in changed]
-            self._graph, self._result = _capture(function, device)
+            self._graph, self._result = _capture(function, device, generator)
             for tensor, content in zip(changed, before, strict=True):
                 tensor.copy_(content)
 
@@ -47,7 +52,9 @@ class Captured(Generic[ResultT]):
         return count.value if status == 0 else None
 
 
-def _capture(function: Callable[[], ResultT], device: torch.device) -> tuple[torch.cuda.CUDAGraph, ResultT]:
+def _capture(
+    function: Callable[[], ResultT], device: torch.device, generator: torch.Generator | None
+) -> tuple[torch.cuda.CUDAGraph, ResultT]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -56,6 +63,8 @@ def _capture(function: Callable[[], ResultT], device: torch.device) -> tuple[tor
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
+    if generator is not None:
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         result = function()
     graph.instantiate()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -10,18 +11,18 @@ import torch
 from dspark.errors import ConfigError
 from dspark.kernels import MAX_TOKENS, kda, projection, router
 from dspark.target.config import load_target_config
-from dspark.target.loading import check_taps
+from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
 from dspark.verifier.blocks import Chain
 from dspark.verifier.buffers import allocate_buffers
 from dspark.verifier.calls import Caller, call
 from dspark.verifier.capture import Captured
-from dspark.verifier.plan import free_bytes, make_plan
+from dspark.verifier.plan import PIECE_TOKENS, free_bytes, make_plan
+from dspark.verifier.ranks import ALONE, Ranks
+from dspark.verifier.reading import read_packed
 from dspark.verifier.sharding import load_weights
 from dspark.verifier.weights import Shard, VerifierWeights
 from dspark.verifier.window import Window, read_window
-
-WHOLE = Shard()
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class Verifier:
 
     Raises: ConfigError for a GPU before sm_90, or tapped layers that are not there.
 
-    With a world of one it is a whole ``Target``. A rank of several, alone, adds its own partial sums only: its output
-    means nothing, its time does. Memory for ``capacity_tokens`` is allocated here; a longer sequence is refused.
+    With all its ``ranks`` it is a whole ``Target`` on each of them, and every rank makes every call, with the same
+    arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does.
+    Memory for ``capacity_tokens`` is allocated here; a longer sequence is refused.
     """
 
     def __init__(
@@ -46,20 +48,24 @@ class Verifier:
         capacity_tokens: int,
         target_layer_ids: tuple[int, ...] = (),
         is_chained: bool = True,
+        ranks: Ranks = ALONE,
     ) -> None:
         _check_device(weights.device)
+        if ranks.world_size > 1 and weights.shard != Shard(ranks.rank, ranks.world_size):
+            raise ValueError(f"rank {ranks.rank} of {ranks.world_size} was given the weights of {weights.shard}")
         check_taps(target_layer_ids, weights.config.num_hidden_layers)
         self.weights, self.config, self.is_chained = weights, weights.config, is_chained
-        self.target_layer_ids = target_layer_ids
+        self.target_layer_ids, self.ranks = target_layer_ids, ranks
         self.buffers = allocate_buffers(weights.config, weights.shard, capacity_tokens, weights.dtype, weights.device)
         self.ids_T = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=weights.device)
         self.count_1 = torch.zeros(1, dtype=torch.int64, device=weights.device)
         self.most_tokens = 0
         """At least the committed length; exact unless device-resident steps ran since it was last read."""
         self._windows: dict[int, Captured[Window]] = {}
-        self._dense: dict[int, router.Dispatch] = {}
+        self._dense = {n: router.dense_dispatch(n, weights.device) for n in range(1, MAX_TOKENS + 1)}
         self._number = 0
         self._staged: Window | None = None
+        ranks.reserve(weights.config.hidden_size)
 
     @classmethod
     def load(
@@ -69,15 +75,18 @@ class Verifier:
         target_layer_ids: tuple[int, ...] = (),
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
-        shard: Shard = WHOLE,
+        ranks: Ranks = ALONE,
     ) -> Self:
         """Plan, then read a rank's slices.
 
         Raises: ConfigError when the memory is missing, before it is allocated; as ``load_weights``.
         """
+        _check_device(torch.device(device))
+        shard = Shard(ranks.rank, ranks.world_size)
         plan = make_plan(load_target_config(folder), shard, capacity_tokens, dtype, device)
         plan.check(free_bytes(device), str(device))
-        return cls(load_weights(folder, shard, dtype, device), capacity_tokens, target_layer_ids)
+        weights = load_weights(folder, shard, dtype, device)
+        return cls(weights, capacity_tokens, target_layer_ids, ranks=ranks)
 
     @property
     def vocab_size(self) -> int:
@@ -95,49 +104,66 @@ class Verifier:
     def embedding_VD(self) -> torch.Tensor:
         return self.weights.embedding_VD
 
-    @property
+    @cached_property
     def head_VD(self) -> torch.Tensor:
-        return self.weights.head_VD
+        """The whole head, gathered at the first use, which all ranks make together, and kept beside the rank's part."""
+        return self.ranks.gather(self.weights.head_VD).flatten(0, 1)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rank's part of the head on last hidden states [..., D]: float32 [..., V / world]."""
+        """See ``dspark.types.Target``: every rank's part of the head, gathered. Of a rank alone its own V / world."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         rows = [
-            projection.project(part_TD, self.head_VD, self.buffers.counters, out_dtype=wide)
+            projection.project(part_TD, self.weights.head_VD, self.buffers.counters, out_dtype=wide)
             for part_TD in torch.split(hidden.reshape(-1, self.hidden_size), MAX_TOKENS)
         ]
-        return torch.cat(rows).reshape(*hidden.shape[:-1], -1)
+        logits_RNV = self.ranks.gather(torch.cat(rows))
+        return logits_RNV.transpose(0, 1).reshape(*hidden.shape[:-1], -1)
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[VerifierCache, TargetOutput]:
-        """See ``dspark.types.Target``: one sequence, read in windows of 16 tokens. An earlier sequence is forgotten.
+        """See ``dspark.types.Target``: one sequence, whose predecessor is forgotten.
 
-        Raises: ConfigError for several sequences, or one that exceeds the capacity.
+        Up to 16 tokens are a window; more are read by ``read_packed``, whose memory differs from that of windows by
+        roundings. Raises: ConfigError for several sequences, an empty one, one that exceeds the capacity, or ids that
+        are none of the target's; then the earlier one is still there.
         """
         _check_single(len(ids))
+        if ids[0].dim() != 1 or not len(ids[0]):
+            raise ConfigError(f"a prompt is a row of at least one token id, found shape {list(ids[0].shape)}")
+        check_ids(ids[0], self.vocab_size)
         self._check_capacity(0, len(ids[0]))
         self._number += 1
         self.buffers.clear()
         self._staged, self.most_tokens = None, 0
         cache = VerifierCache(self._number)
+        if len(ids[0]) <= MAX_TOKENS:
+            output = self.verify(ids[0][None], cache)
+            self.commit(cache, torch.tensor([len(ids[0])]))
+            return cache, output
         outputs = []
-        for ids_T in torch.split(ids[0], MAX_TOKENS):
-            outputs.append(self.verify(ids_T[None], cache))
-            self.commit(cache, torch.tensor([len(ids_T)]))
+        for ids_T in torch.split(ids[0], PIECE_TOKENS):
+            self.ranks.begin_step()
+            held = (self.buffers, self.most_tokens, self.ranks)
+            outputs.append(read_packed(self.weights, [ids_T], self.target_layer_ids, *held))
+            self.most_tokens += len(ids_T)
         taps_NLD = torch.cat([output.taps_NLD for output in outputs])
         return cache, TargetOutput(taps_NLD, torch.cat([output.last_hidden_ND for output in outputs]))
 
     @torch.no_grad()
     def verify(self, ids_BT: torch.Tensor, cache: VerifierCache) -> TargetOutput:
-        """See ``dspark.types.Target``. Raises: ConfigError for more than 16 tokens or past the capacity."""
-        self._check(cache)
+        """See ``dspark.types.Target``. Raises: ConfigError for more than 16 tokens, past the capacity, or wrong ids.
+
+        Ids that lie on a GPU are taken as they are: looking at them would wait for it.
+        """
+        self.check_held(cache)
         num_sequences, num_tokens = ids_BT.shape
         _check_single(num_sequences)
+        if not ids_BT.is_cuda:
+            check_ids(ids_BT, self.vocab_size)
         self.make_room(num_tokens)
         self.ids_T[:num_tokens].copy_(ids_BT[0])
         if num_tokens not in self._windows:
-            self.dense(num_tokens)
             self._windows[num_tokens] = Captured(lambda: self.read(num_tokens), self.weights.device)
         self._staged = window = self._windows[num_tokens]()
         return TargetOutput(window.taps_TLD.clone(), window.hidden_TD.clone())
@@ -145,10 +171,11 @@ class Verifier:
     @torch.no_grad()
     def commit(self, cache: VerifierCache, counts_B: torch.Tensor) -> None:
         """See ``dspark.types.Target``."""
-        self._check(cache)
+        self.check_held(cache)
         counts, num_staged = counts_B.tolist(), 0 if self._staged is None else len(self._staged.hidden_TD)
-        if len(counts) != 1 or not 0 <= counts[0] <= num_staged:
+        if len(counts) != 1 or not isinstance(counts[0], int) or not 0 <= counts[0] <= num_staged:
             raise ValueError(f"expected one count in 0..{num_staged} (the staged tokens), got {counts}")
+        self.ranks.check()
         if self._staged is not None:
             self.count_1.copy_(counts_B)
             self.commit_window(self._staged, self.count_1)
@@ -158,26 +185,14 @@ class Verifier:
     def read(self, num_tokens: int, call: Caller = call) -> Window:
         """One pass over the first ``num_tokens`` of ids_T."""
         chain = Chain(call, self.config, self.buffers, self.is_chained)
-        return read_window(self.ids_T[:num_tokens], self.weights, self.target_layer_ids, self.dense(num_tokens), chain)
+        ids_T, dense = self.ids_T[:num_tokens], self.dense(num_tokens)
+        return read_window(ids_T, self.weights, self.target_layer_ids, dense, chain, self.ranks)
 
     def commit_window(self, window: Window, count_1: torch.Tensor, call: Caller = call) -> None:
         """Make the first count_1 tokens of a window permanent."""
-        if window.projected_LTC is not None:
-            linear, buffers = self.weights.linear, self.buffers
-            assert linear is not None
-            call(
-                "KDA commit",
-                kda.commit,
-                window.projected_LTC,
-                buffers.history_LWC,
-                linear.conv_LCJ,
-                linear.a_log_LH,
-                linear.dt_bias_LHE,
-                buffers.state_LHEF,
-                self.config.kda_lower_bound,
-                count_1,
-                is_chained=self.is_chained,
-            )
+        if window.staged is not None:
+            memory = (self.buffers.history_LWC, self.buffers.state_LHEF)
+            call("KDA commit", kda.commit, *window.staged, *memory, count_1, is_chained=self.is_chained)
         call("Length", self.buffers.length_1.add_, count_1)
 
     def drop_stage(self) -> None:
@@ -185,18 +200,17 @@ class Verifier:
         self._staged = None
 
     def dense(self, num_tokens: int) -> router.Dispatch:
-        """The constant dispatch of a dense MLP, made once."""
-        if num_tokens not in self._dense:
-            self._dense[num_tokens] = router.dense_dispatch(num_tokens, self.weights.device)
+        """The constant dispatch of a dense MLP."""
         return self._dense[num_tokens]
 
     def make_room(self, num_tokens: int) -> None:
-        """Raises: ConfigError when ``num_tokens`` more would not fit a window or the memory."""
+        """Raises: ConfigError when ``num_tokens`` more do not fit a window or the memory; RankError for a lost rank."""
         if not 1 <= num_tokens <= MAX_TOKENS:
             raise ConfigError(f"the verifier reads 1 to {MAX_TOKENS} tokens at a time, got {num_tokens}")
         if self.most_tokens + num_tokens > self.buffers.capacity_tokens:
             self.most_tokens = int(self.buffers.length_1)
         self._check_capacity(self.most_tokens, num_tokens)
+        self.ranks.begin_step()
 
     def _check_capacity(self, held_tokens: int, num_tokens: int) -> None:
         capacity = self.buffers.capacity_tokens
@@ -206,12 +220,15 @@ class Verifier:
                 f"give it a larger capacity"
             )
 
-    def _check(self, cache: VerifierCache) -> None:
+    def check_held(self, cache: VerifierCache) -> None:
+        """Raises: ValueError unless this is the sequence of the last prefill."""
         if cache.number != self._number:
             raise ValueError("this sequence was replaced: the verifier holds only that of its last prefill")
 
 
 def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("the verifier was asked onto a GPU, and torch finds none on this machine; use device cpu")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         raise ConfigError(
             f"the verifier's kernels need compute capability 9.0, found {torch.cuda.get_device_name(device)}"

@@ -10,10 +10,12 @@ from dspark.kernels import MAX_TOKENS
 from dspark.target.config import TargetConfig
 from dspark.verifier.blocks import num_splits
 from dspark.verifier.buffers import allocate_buffers
-from dspark.verifier.weights import Shard, allocate
+from dspark.verifier.weights import Shard, allocate, allocate_mtp
 
 GRAPH_RESERVE_BYTES = 1 << 30
 """On a GPU, for the context, compiled kernels and captured graphs."""
+PIECE_TOKENS = 8192
+"""Tokens of one pass of a prefill, and of one pass through a layer's experts: their weights are read once."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +51,59 @@ class Plan:
 
 
 def make_plan(
-    config: TargetConfig, shard: Shard, capacity_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    config: TargetConfig,
+    shard: Shard,
+    capacity_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    has_mtp: bool = False,
 ) -> Plan:
-    """The plan of one rank with room for ``capacity_tokens``; allocates nothing. Raises: ConfigError as ``Shard``."""
+    """The plan of one rank with room for ``capacity_tokens``, and its prediction layer; allocates nothing.
+
+    Raises: ConfigError as ``Shard``.
+    """
     weights = allocate(config, shard, dtype, "meta")
     buffers = allocate_buffers(config, shard, capacity_tokens, dtype, "meta")
     tokens, heads = MAX_TOKENS, shard.part(config.num_attention_heads)
     in_rows = 0 if weights.linear is None else weights.linear.in_LCD.shape[0] * weights.linear.in_LCD.shape[1]
     pairs = tokens * (config.num_experts_per_tok + 1)
-    context_bytes = num_splits(buffers.rows_MJC.shape[1]) * tokens * heads * (config.kv_lora_rank + 1) * 4
+    context_bytes = num_splits(buffers.rows_MJC.shape[1]) * tokens * heads * (config.kv_lora_rank * dtype.itemsize + 4)
     residual_bytes = 2 * config.num_hidden_layers * tokens * config.hidden_size * dtype.itemsize
     pair_bytes = 2 * pairs * (config.hidden_size + config.moe_intermediate_size) * dtype.itemsize
     logits_bytes = tokens * config.vocab_size * 4
-    scratch_bytes = 2 * (2 * in_rows * tokens * dtype.itemsize + context_bytes + residual_bytes + pair_bytes)
+    window_bytes = 2 * (2 * in_rows * tokens * dtype.itemsize + context_bytes + residual_bytes + pair_bytes)
+    window_bytes += logits_bytes + buffers.counters.nbytes
+    piece = min(capacity_tokens, PIECE_TOKENS)
+    piece_bytes = reading_bytes(config, shard, piece, dtype, start=capacity_tokens - piece)
+    mtp_bytes = allocate_mtp(config, shard, dtype, "meta").num_bytes if has_mtp else 0
     is_gpu = torch.device(device).type == "cuda"
     return Plan(
-        weight_bytes=weights.num_bytes,
+        weight_bytes=weights.num_bytes + mtp_bytes,
         state_bytes=buffers.state_LHEF.nbytes + buffers.history_LWC.nbytes,
-        cache_bytes=buffers.rows_MJC.nbytes + buffers.angles_JE2.nbytes,
-        scratch_bytes=scratch_bytes + logits_bytes + buffers.counters.nbytes + is_gpu * GRAPH_RESERVE_BYTES,
+        cache_bytes=buffers.rows_MJC.nbytes + has_mtp * buffers.rows_MJC[0].nbytes + buffers.angles_JE2.nbytes,
+        scratch_bytes=window_bytes + piece_bytes + is_gpu * GRAPH_RESERVE_BYTES,
     )
 
 
+def reading_bytes(
+    config: TargetConfig, shard: Shard, num_tokens: int, dtype: torch.dtype, num_taps: int = 0, start: int = 0
+) -> int:
+    """Bytes of the intermediates of a pass over ``num_tokens`` after ``start``: stream, taps and the widest blocks."""
+    heads, width, size = shard.part(config.num_attention_heads), config.hidden_size, dtype.itemsize
+    inner = heads * config.head_dim
+    stream = (6 + 2 * num_taps) * width * size + 4 * width
+    linear = 6 * inner * size + inner * (3 * size + 7 * 4)  # in-projection, tiles of the chunks
+    dense = 4 * shard.part(config.intermediate_size) * size
+    latent = heads * 6 * config.qk_head_dim * size
+    pick = (2 * width + 4 * shard.part(config.moe_intermediate_size)) * size
+    experts = (config.num_experts_per_tok + 1) * pick + 8 * config.num_experts
+    attended = (num_tokens + start) * latent + num_tokens * max(linear, dense)
+    return num_tokens * stream + max(attended, min(num_tokens, PIECE_TOKENS) * experts)
+
+
 def free_bytes(device: torch.device | str) -> int:
-    """What the device can still give: free memory of a GPU, all memory of the machine otherwise."""
+    """What the device can still give: of a GPU also what torch keeps unused; otherwise the machine's memory."""
     if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

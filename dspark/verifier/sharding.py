@@ -1,16 +1,29 @@
 """Where every checkpoint tensor goes in a rank's weights, and filling them from a folder or from a seed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf, log
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from dspark.target.checkpoint.shapes import tensor_shapes
+from dspark.target.checkpoint.shapes import mtp_prefix, tensor_shapes
 from dspark.target.checkpoint.weights import Checkpoint
 from dspark.target.config import TargetConfig, load_target_config
-from dspark.verifier.weights import LatentWeights, LayerWeights, LinearWeights, Shard, VerifierWeights, allocate
+from dspark.verifier.weights import (
+    LatentWeights,
+    LayerWeights,
+    LinearWeights,
+    MtpWeights,
+    Shard,
+    VerifierWeights,
+    allocate,
+    allocate_mtp,
+    tensors_of,
+)
+
+WeightsT = TypeVar("WeightsT", VerifierWeights, MtpWeights)
 
 
 @dataclass(frozen=True)
@@ -32,21 +45,26 @@ def pieces(weights: VerifierWeights) -> Iterator[Piece]:
     yield Piece("model.word_embeddings.weight", weights.embedding_VD, is_whole=True)
     num_linear = 0
     for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}."
-        yield Piece(f"{prefix}input_layernorm.weight", layer.input_norm_D)
-        if layer.latent is not None:
-            yield from _latent(f"{prefix}attention.", layer.latent, weights.config)
-        else:
+        linear: Iterable[Piece] = ()
+        if layer.latent is None:
             assert weights.linear is not None
-            yield from _linear(f"{prefix}attention.", weights.linear, num_linear)
+            linear = _linear(f"model.layers.{index}.attention.", weights.linear, num_linear)
             num_linear += 1
-        yield Piece(f"{prefix}post_attention_layernorm.weight", layer.post_norm_D)
-        yield from _feed(f"{prefix}mlp.", layer)
+        yield from _layer(f"model.layers.{index}.", layer, weights.config, linear)
     yield Piece("model.norm.weight", weights.norm_D)
     yield Piece("lm_head.weight", weights.head_VD)
 
 
-@torch.no_grad()
+def mtp_pieces(weights: MtpWeights) -> Iterator[Piece]:
+    """Every slice of the prediction layer that the rank holds."""
+    prefix = mtp_prefix(weights.config)
+    yield Piece(f"{prefix}enorm.weight", weights.enorm_D)
+    yield Piece(f"{prefix}hnorm.weight", weights.hnorm_D)
+    yield Piece(f"{prefix}eh_proj.weight", weights.eh_DC)
+    yield from _layer(prefix, weights.layer, weights.config)
+    yield Piece(f"{prefix}final_layernorm.weight", weights.norm_D)
+
+
 def load_weights(
     folder: Path | str, shard: Shard, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> VerifierWeights:
@@ -54,20 +72,12 @@ def load_weights(
 
     Raises: ConfigError and CheckpointError as the folder deserves, before anything is allocated.
     """
-    config, checkpoint = load_target_config(folder), Checkpoint(folder)
-    specs = tensor_shapes(config)
-    checkpoint.check(specs)
-    weights = allocate(config, shard, dtype, device)
-    for piece in pieces(weights):
-        dim = specs[piece.name].shard_dim
-        if piece.is_whole or dim is None or shard.world_size == 1:
-            part = checkpoint.get(piece.name)
-        else:
-            part = checkpoint.get_slice(piece.name, dim, shard.rank, shard.world_size)
-        chosen = part if piece.select is None else piece.select(part)
-        piece.place.copy_(chosen.reshape(piece.place.shape))
-    _set_limits(weights)
-    return weights
+    return _load(folder, lambda config: allocate(config, shard, dtype, device), pieces)
+
+
+def load_mtp(folder: Path | str, shard: Shard, dtype: torch.dtype, device: torch.device | str = "cpu") -> MtpWeights:
+    """``load_weights`` for the prediction layer. Raises: ConfigError also when the target has none."""
+    return _load(folder, lambda config: allocate_mtp(config, shard, dtype, device), mtp_pieces)
 
 
 @torch.no_grad()
@@ -81,29 +91,74 @@ def random_weights(
     and different tokens choose experts almost independently. Decay rates as in ``LingModel.initialise``.
     """
     weights = allocate(config, shard, dtype, device)
-    generator = torch.Generator(device).manual_seed(seed * 1009 + shard.rank)
-    ends = (2 * config.num_hidden_layers) ** -0.5
-    for tensor in weights.tensors():
+    generator, ends = _draw(weights, seed)
+    weights.embedding_VD.mul_(config.hidden_size**0.5)
+    if weights.linear is not None:
+        linear = weights.linear
+        linear.norm_LF.fill_(1)
+        linear.out_LDC.mul_(ends)
+        linear.a_log_LH.uniform_(1, 2, generator=generator).log_()
+        rates = linear.dt_bias_LHE.uniform_(log(0.001), 0, generator=generator).exp_()
+        rates.div_(-config.kda_lower_bound).logit_()
+    return weights
+
+
+@torch.no_grad()
+def random_mtp(
+    config: TargetConfig, shard: Shard, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+) -> MtpWeights:
+    """``random_weights`` for the prediction layer. Raises: ConfigError when the target has none."""
+    weights = allocate_mtp(config, shard, dtype, device)
+    _draw(weights, seed)
+    return weights
+
+
+def _draw(weights: VerifierWeights | MtpWeights, seed: int) -> tuple[torch.Generator, float]:
+    """Draw all that any layer has; returns the generator, and the factor of what writes to the residual stream."""
+    shard, layers = weights.shard, _numbered_layers(weights)
+    generator = torch.Generator(weights.norm_D.device).manual_seed(seed * 1009 + shard.rank)
+    for tensor in tensors_of(weights):
         if tensor.dim() == 1:
             tensor.fill_(1)
         else:
             tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
-    weights.embedding_VD.mul_(config.hidden_size**0.5)
-    for layer in weights.layers:
-        layer.experts.down_XDI.mul_(ends * shard.world_size**-0.5)
+    ends = float((2 * len(layers) * shard.world_size) ** -0.5)
+    for _, layer in layers:
+        layer.experts.down_XDI.mul_(ends)
         if layer.router is not None:
             layer.router.bias_X.zero_()
         if layer.latent is not None:
-            layer.latent.out_DC.mul_(ends * shard.world_size**-0.5)
-    if weights.linear is not None:
-        linear = weights.linear
-        linear.norm_LF.fill_(1)
-        linear.out_LDC.mul_(ends * shard.world_size**-0.5)
-        linear.a_log_LH.uniform_(1, 2, generator=generator).log_()
-        rates = linear.dt_bias_LHE.uniform_(log(0.001), 0, generator=generator).exp_()
-        rates.div_(-config.kda_lower_bound).logit_()
+            layer.latent.out_DC.mul_(ends)
+    _set_limits(weights)
+    return generator, ends
+
+
+@torch.no_grad()
+def _load(
+    folder: Path | str, make: Callable[[TargetConfig], WeightsT], places: Callable[[WeightsT], Iterable[Piece]]
+) -> WeightsT:
+    config, checkpoint = load_target_config(folder), Checkpoint(folder)
+    specs = tensor_shapes(config)
+    checkpoint.check(specs)
+    weights = make(config)
+    shard = weights.shard
+    for piece in places(weights):
+        dim = specs[piece.name].shard_dim
+        if piece.is_whole or dim is None or shard.world_size == 1:
+            part = checkpoint.get(piece.name)
+        else:
+            part = checkpoint.get_slice(piece.name, dim, shard.rank, shard.world_size)
+        chosen = part if piece.select is None else piece.select(part)
+        piece.place.copy_(chosen.reshape(piece.place.shape))
     _set_limits(weights)
     return weights
+
+
+def _layer(prefix: str, layer: LayerWeights, config: TargetConfig, linear: Iterable[Piece] = ()) -> Iterator[Piece]:
+    yield Piece(f"{prefix}input_layernorm.weight", layer.input_norm_D)
+    yield from linear if layer.latent is None else _latent(f"{prefix}attention.", layer.latent, config)
+    yield Piece(f"{prefix}post_attention_layernorm.weight", layer.post_norm_D)
+    yield from _feed(f"{prefix}mlp.", layer)
 
 
 def _linear(prefix: str, linear: LinearWeights, index: int) -> Iterator[Piece]:
@@ -154,11 +209,17 @@ def _feed(prefix: str, layer: LayerWeights) -> Iterator[Piece]:
         yield Piece(f"{name}down_proj.weight", experts.down_XDI[expert])
 
 
-def _set_limits(weights: VerifierWeights) -> None:
+def _set_limits(weights: VerifierWeights | MtpWeights) -> None:
     """A dense MLP has one expert without a limit."""
     config = weights.config
-    for index, layer in enumerate(weights.layers):
+    for index, layer in _numbered_layers(weights):
         layer.experts.limits_X.fill_(inf)
         if layer.router is not None:
             layer.experts.limits_X[:-1] = config.routed_limit(index) or inf
             layer.experts.limits_X[-1] = config.shared_limit(index) or inf
+
+
+def _numbered_layers(weights: VerifierWeights | MtpWeights) -> list[tuple[int, LayerWeights]]:
+    if isinstance(weights, MtpWeights):
+        return [(weights.config.num_hidden_layers, weights.layer)]
+    return list(enumerate(weights.layers))

@@ -1,17 +1,19 @@
 """dspark bench verify: what it refuses, what it ships, and (on a GPU) what it writes."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranking import TenMicroseconds, measure_on_cpus
 from typer.testing import CliRunner
 
 from dspark.cli.main import app
 from dspark.errors import ConfigError, DsparkError
 from dspark.target.loading import NANO_FOLDER
+from dspark.verifier.ranks import start
 
 WHOLE = "the whole model on one GPU"
 
@@ -45,19 +47,15 @@ def test_weights_of_another_target_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "is not that of ling-3.0-tiny" in str(error)
 
 
-class FakeClock:
-    """Runs what it is given, on the CPU, and says that it took ten microseconds."""
-
-    start_microseconds = 1.0
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def time(self, captured: Callable[[], object]) -> float:
-        captured()
-        return 10.0
-
-    time_burst = time
+def test_ranks_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    error = run("--target", "ling-3.0-flash", "--tp", "2")
+    assert isinstance(error, DsparkError)
+    assert str(error).startswith("--tp 2: found 1 GPU; use fewer ranks")
+    error = run("--target", "ling-3.0-flash", "--tp", "2", "--emulate-tp", "2")
+    assert isinstance(error, ConfigError)
+    assert "give only one" in str(error)
 
 
 def bench(path: Path, *arguments: str) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def bench(path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("arguments", [["--weights", str(NANO_FOLDER)], ["--emulate-tp", "2"]])
+@pytest.mark.parametrize("arguments", [["--weights", str(NANO_FOLDER), "--draft", "mtp"], ["--emulate-tp", "2"]])
 def test_every_stage_of_a_step_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
@@ -82,7 +80,7 @@ def test_every_stage_of_a_step_is_written(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr("dspark.cli.bench.DEVICE", "cpu")
-    monkeypatch.setattr("dspark.cli.bench.Clock", FakeClock)
+    monkeypatch.setattr("dspark.cli.bench.Clock", TenMicroseconds)
     monkeypatch.setattr("dspark.cli.bench.read_bandwidth", lambda clock, free_bytes: 1e12)
     for window in bench(tmp_path / "new" / "out.json", *arguments)["windows"]:
         for kind in ("plain", "chained"):
@@ -92,6 +90,26 @@ def test_every_stage_of_a_step_is_written(
             assert stages["KDA in-projection"]["num_calls"] == 6
             assert found["num_bytes"] == sum(s["num_bytes"] * s["num_calls"] for s in stages.values())
             assert found["floor_microseconds"] == pytest.approx(found["num_bytes"] / 1e6)
+        cycles = [window[key] for key in window if key.startswith("cycle")]
+        assert len(cycles) == (2 if "mtp" in arguments and window["tokens"] == 9 else 0)
+        for cycle in cycles:
+            assert cycle["parts"].keys() == {"draft", "verify", "commit", "update"}
+            assert {"Draft all-reduce and norm", "Draft head"} & {stage["name"] for stage in cycle["stages"]}
+
+
+def test_ranks_write_one_report_with_their_communication(tmp_path: Path) -> None:
+    start(partial(measure_on_cpus, path=tmp_path / "out.json"), 2, "cpu", 120.0)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["label"] == "2 ranks with communication, seen by the first"
+    for window in report["windows"]:
+        calls = {stage["name"]: stage["num_calls"] for stage in window["chained"]["stages"]}
+        assert calls["Attention all-reduce and norm"] == 8
+        assert calls["MoE all-reduce and norm"] + calls["Dense MLP all-reduce and norm"] == 8
+        assert calls["Arg-max exchange"] == 2
+        assert window["chained"]["is_replay_equal"]
+        assert window["is_chained_equal"]
+    stages = {stage["name"] for stage in report["windows"][1]["cycle_temperature_0"]["stages"]}
+    assert {"Draft exchange", "Arg-max exchange"} <= stages
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times a GPU")

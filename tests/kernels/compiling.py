@@ -27,8 +27,8 @@ class Compiled:
 def compile_sm90(module: str, kernels: list[dict[str, Any]]) -> list[Compiled]:
     """Each of ``kernels``: name, signature (argument: "*bf16", "i32", ...), constexprs, num_warps, num_stages, maxnreg.
 
-    Pointers are taken to be aligned to 16 bytes, as torch's are. A constexpr that is a Triton dtype is written
-    "tl.bfloat16".
+    As a launch finds them, pointers are aligned to 16 bytes and strides multiples of 16. A constexpr that is a Triton
+    dtype is written "tl.bfloat16".
     """
     search = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": search}
@@ -67,12 +67,15 @@ def _main() -> None:
         }
         signature = kernel["signature"] | dict.fromkeys(constexprs, "constexpr")
         function = getattr(module, kernel["name"])
-        pointers = [function.arg_names.index(name) for name, kind in signature.items() if kind.startswith("*")]
+        is_aligned = {
+            name: kind.startswith("*") or (kind == "i32" and "stride" in name) for name, kind in signature.items()
+        }
+        places = [function.arg_names.index(name) for name in signature if is_aligned[name]]
         source = triton.compiler.ASTSource(
             fn=function,
             signature=signature,
             constexprs=constexprs,
-            attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
+            attrs={(place,): [["tt.divisibility", 16]] for place in places},
         )
         options = {name: kernel[name] for name in ("num_warps", "num_stages", "maxnreg") if name in kernel}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -14,6 +14,8 @@ from dspark.kernels.residual.reference import partial_sum
 
 EPS = 1e-6
 ROWS = 3
+LIMIT_SECONDS = 3e-6
+"""Three polls in the interpreter."""
 
 
 class Ranks:
@@ -21,15 +23,15 @@ class Ranks:
 
     def __init__(self, num_ranks: int, width: int, sent: torch.dtype, device: torch.device) -> None:
         flat = [torch.empty(3 * num_ranks * ROWS * width, dtype=sent, device=device) for _ in range(num_ranks)]
-        self.slots = [exchange.empty_slots(memory, num_ranks, ROWS, width) for memory in flat]
-        self.peers_R = torch.tensor([slots.data_ptr() for slots in self.slots], device=device)
-        self.turns = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in self.slots]
-        self.errors = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in self.slots]
+        slots = [exchange.empty_slots(memory, num_ranks, ROWS, width) for memory in flat]
+        peers_R = torch.tensor([memory.data_ptr() for memory in slots], device=device)
+        self.turns = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in slots]
+        self.errors = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in slots]
+        rows = enumerate(zip(slots, self.turns, self.errors, strict=True))
+        self.memory = [exchange.Exchange(rank, peers_R, *own, LIMIT_SECONDS) for rank, own in rows]
 
     def run(self, rank: int, inputs: list[Any], *phases: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        memory = (self.peers_R, self.slots[rank], self.turns[rank], self.errors[rank], rank)
-        names = dict(zip(("peers_R", "slots_SRPD", "turns_P", "errors_P", "rank"), memory, strict=True))
-        return kernel.add_norm(**inputs[rank], eps=EPS, **names, max_polls=3, phases=phases)
+        return kernel.add_norm(**inputs[rank], eps=EPS, exchange=self.memory[rank], phases=phases)
 
     def push(self, rank: int, inputs: list[Any]) -> None:
         self.run(rank, inputs, True, False)
@@ -42,6 +44,17 @@ class Ranks:
             if rank != silent:
                 self.push(rank, inputs)
         return [self.receive(rank, inputs) for rank in range(len(inputs))]
+
+    def gather(self, values: list[torch.Tensor], silent: int = -1) -> list[torch.Tensor]:
+        """Every rank's [T, C] of four-byte numbers, as every rank gets them."""
+
+        def run(rank: int, phases: tuple[bool, bool]) -> torch.Tensor:
+            return kernel.gather(values[rank].view(torch.int32), self.memory[rank], phases=phases)
+
+        for rank in range(len(values)):
+            if rank != silent:
+                run(rank, (True, False))
+        return [run(rank, (False, True)).view(values[0].dtype) for rank in range(len(values))]
 
 
 def rank_inputs(
@@ -108,44 +121,96 @@ def test_a_rank_may_push_the_next_call_before_another_has_read_this_one(kernel_d
         torch.testing.assert_close(second, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_rank_that_stays_silent_is_reported_and_its_rows_are_not_numbers(kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gathers_and_sums_are_one_series(num_ranks: int, kernel_device: torch.device) -> None:
+    width = 20
+    ranks = Ranks(num_ranks, width, torch.float32, kernel_device)
+    generator = torch.Generator().manual_seed(0)
+    for call, num_tokens in enumerate((2, 3, 1, 1, 3, 2, 3)):
+        best = [torch.randn(num_tokens, 1, generator=generator).to(kernel_device) for _ in range(num_ranks)]
+        best[-1][:, 0] = -torch.inf
+        ids = [torch.randint(157184, (num_tokens, 1), generator=generator).to(kernel_device) for _ in range(num_ranks)]
+        for values in (best, ids) if call % 2 else (ids, [row.expand(-1, width).contiguous() for row in best]):
+            for found_RTC in ranks.gather(values):
+                assert torch.equal(found_RTC, torch.stack(values))
+        inputs = rank_inputs(num_ranks, num_tokens, 1, width, kernel_device, call, torch.float32)
+        partials_RTD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]) for x in inputs])
+        expected = reference.sum_norm(partials_RTD, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
+        for actual in ranks.call(inputs):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert not any(errors.any() for errors in ranks.errors)
+
+
+def test_a_gathered_minus_zero_is_zero(kernel_device: torch.device) -> None:
+    ranks = Ranks(2, 8, torch.float32, kernel_device)
+    values = [torch.full((1, 3), value, device=kernel_device) for value in (-0.0, 1.0)]
+    for found_RTC in ranks.gather(values):
+        assert found_RTC.tolist() == [[[0.0] * 3], [[1.0] * 3]]
+        assert not found_RTC.signbit().any()
+
+
+@pytest.mark.parametrize(("num_ranks", "silent"), [(2, 1), (2, 0), (3, 1)])
+def test_a_rank_that_stays_silent_is_named_and_its_rows_are_not_numbers(
+    num_ranks: int, silent: int, kernel_device: torch.device
+) -> None:
+    ranks = Ranks(num_ranks, 20, torch.float32, kernel_device)
+    ranks.call(rank_inputs(num_ranks, 2, 1, 20, kernel_device, 0, torch.float32))
+    inputs = rank_inputs(num_ranks, 2, 1, 20, kernel_device, 1, torch.float32)
+    for call, who in enumerate((silent, -1)):  # a lost rank stays lost though it speaks again; nobody waits for it
+        for errors, (residual_TD, normed_TD) in zip(ranks.errors, ranks.call(inputs, who), strict=True):
+            assert errors.tolist() == [silent + 1] * 2 + [0] * (ROWS - 2)
+            assert residual_TD.isnan().all()
+            assert normed_TD.isnan().all()
+        assert all(turns.tolist() == [-1, -1, (2 + call) % 3] for turns in ranks.turns)
+
+
+def test_a_gather_without_a_rank_names_it_and_gives_zeros(kernel_device: torch.device) -> None:
     ranks = Ranks(2, 20, torch.float32, kernel_device)
-    ranks.call(rank_inputs(2, 2, 1, 20, kernel_device, 0, torch.float32))
-    outputs = ranks.call(rank_inputs(2, 2, 1, 20, kernel_device, 1, torch.float32), silent=1)
-    for errors, (residual_TD, normed_TD) in zip(ranks.errors, outputs, strict=True):
-        assert errors.tolist() == [1, 1] + [0] * (ROWS - 2)
-        assert residual_TD.isnan().all()
-        assert normed_TD.isnan().all()
+    values = [torch.full((2, 1), 7, device=kernel_device) for _ in range(2)]
+    for found_RTC, errors in zip(ranks.gather(values, silent=1), ranks.errors, strict=True):
+        assert not found_RTC.any()  # valid ids, whatever they index before the host looks
+        assert errors.tolist() == [2, 2, 0]
 
 
 def test_the_cpu_is_refused() -> None:
-    memory = Ranks(2, 8, torch.float32, torch.device("cpu"))
-    handle = exchange.Exchange(0, memory.peers_R, memory.slots[0], memory.turns[0], memory.errors[0])
+    handle = Ranks(2, 8, torch.float32, torch.device("cpu")).memory[0]
     with pytest.raises(ValueError, match="on a GPU, found 3 on cpu"):
         exchange.add_norm(torch.zeros(3, 1, 8), None, torch.zeros(3, 8), torch.ones(8), EPS, handle)
+    with pytest.raises(ValueError, match="on a GPU, found 2 on cpu"):
+        exchange.gather(torch.zeros(2, 1, dtype=torch.int32), handle)
 
 
 def test_flash_rows_compile_for_sm90_without_spills_and_wait_before_they_write() -> None:
     signature = {"parts": "*bf16", "weights": "*fp32"}
     signature |= dict.fromkeys(("residual", "norm_weight", "new_residual", "normed"), "*bf16")
     signature |= {"peers": "*i64", "turns": "*i32", "errors": "*i32", "eps": "fp32"}
-    signature |= dict.fromkeys(("num_tokens", "rank", "max_polls"), "i32")
-    sizes = {"WIDTH": 2560, "PARTS": 9, "HAS_WEIGHTS": True, "RANKS": 4, "RANKS_PAD": 4, "ROWS": 16, "BLOCK": 4096}
-    sizes |= {"DO_PUSH": True, "DO_RECEIVE": True, "IS_CHAINED": True}
+    signature |= dict.fromkeys(("num_tokens", "rank", "limit_microseconds"), "i32")
+    sizes = {"WIDTH": 2560, "RANKS": 4, "RANKS_PAD": 4, "ROWS": 16, "BLOCK": 4096}
+    sizes |= {"DO_PUSH": True, "DO_RECEIVE": True, "IS_CHAINED": True, "POLLS_PER_LOOK": 256, "HAS_CLOCK": True}
     kernels = [
         {
             "name": "exchange_kernel",
             "signature": signature | {"slots": pointer},
-            "constexprs": sizes | {"EMPTY_BITS": kernel.EMPTY[dtype]},
+            "constexprs": sizes | {"PARTS": 9, "HAS_WEIGHTS": True, "EMPTY_BITS": kernel.EMPTY[dtype]},
             "num_warps": 16,
             "maxnreg": 128,
         }
         for pointer, dtype in (("*fp32", torch.float32), ("*bf16", torch.bfloat16))
     ]
-    for compiled in compile_sm90("dspark.kernels.exchange.kernel", kernels):
+    names = ("peers", "turns", "errors", "num_tokens", "rank", "limit_microseconds")
+    signature = {name: signature[name] for name in names} | {"values": "*i32", "gathered": "*i32", "slots": "*fp32"}
+    for columns in (1, 2, 2560):
+        more = {"COLUMNS": columns, "COLUMNS_PAD": max(512, 1 << (columns - 1).bit_length())}
+        constexprs = sizes | more | {"EMPTY_BITS": kernel.EMPTY[torch.float32]}
+        kernels.append({"name": "gather_kernel", "signature": signature, "constexprs": constexprs, "num_warps": 16})
+    for number, compiled in enumerate(compile_sm90("dspark.kernels.exchange.kernel", kernels)):
         assert compiled.spill_bytes == 0
         assert compiled.ptx.index("griddepcontrol.wait") < compiled.ptx.index("st.global")
-        assert "ld.volatile.global.v4" in compiled.ptx
+        loop = compiled.ptx[compiled.ptx.rindex("ld.volatile.global") :]
+        look = loop[loop.rindex("globaltimer") :]
+        assert loop[: loop.index("globaltimer")].count("bar.sync") >= 2, "threads may not agree what is missing"
+        assert look[: look.index("bra")].count("bar.sync") >= 2, "threads may not agree what the time is"
+        assert number >= 2 or "ld.volatile.global.v4" in compiled.ptx
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="waiting for another rank needs a GPU")
@@ -154,15 +219,19 @@ def test_gpu_check_two_ranks_on_two_streams_wait_for_each_other(kernel_device: t
     streams = [torch.cuda.Stream() for _ in range(2)]
     calls = [rank_inputs(2, 1 + call % ROWS, 9, width, kernel_device, call, torch.bfloat16) for call in range(200)]
     torch.cuda.synchronize()
-    outputs = []
+    outputs, gathered = [], []
     for inputs in calls:
         for rank, stream in enumerate(streams):
             memory = (ranks.peers_R, ranks.slots[rank], ranks.turns[rank], ranks.errors[rank])
             with torch.cuda.stream(stream):
                 handle = exchange.Exchange(rank, *memory)
                 outputs.append(exchange.add_norm(**inputs[rank], eps=EPS, exchange=handle, is_chained=True))
+                gathered.append(exchange.gather(inputs[rank]["weights_TK"].view(torch.int32), handle))
     torch.cuda.synchronize()
     assert not any(errors.any() for errors in ranks.errors)
+    for inputs, *found in zip(calls, gathered[::2], gathered[1::2], strict=True):
+        weights_RTK = torch.stack([x["weights_TK"] for x in inputs])
+        assert all(torch.equal(bits_RTK.view(torch.float32), weights_RTK) for bits_RTK in found)
     for inputs, first, second in zip(calls, outputs[::2], outputs[1::2], strict=True):
         partials_RTD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]) for x in inputs])
         expected = reference.sum_norm(partials_RTD, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
@@ -171,77 +240,97 @@ def test_gpu_check_two_ranks_on_two_streams_wait_for_each_other(kernel_device: t
             torch.testing.assert_close(mine, right, rtol=2**-6, atol=2**-6)
 
 
-# The protocol as a state machine. A rank's program for one number of one row: push it to both ranks, empty the set of
-# the call before, poll its own set until both numbers are there. Pushes to the peer are in flight until they land, at
-# any time and in any order; emptying is done when the call ends (a kernel's end, for which the next one waits).
+# The protocol as a state machine. A rank's kernel has two programs, one for a number that every call sends and awaits
+# (the first of row 0) and one for a number that only some do: another row of a longer window, or a column of a sum
+# that a gather in the same series leaves out. A program pushes its number to both ranks, empties the set of the call
+# before, and polls its own set until both ranks' numbers are there; without a number it only empties. The next call
+# begins when both programs have ended. Pushes to the peer are in flight until they land, at any time, in any order.
+
+Plans = tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]
+"""In which calls the second program has a number; a program's steps with a number; its steps without."""
+Slots = tuple[tuple[int | None, int | None], ...]
+"""Sets of (number from rank 0, from rank 1), None where empty."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where one of two ranks stands, and its slots: sets of (number from rank 0, from rank 1), None where empty."""
+    """Where one of two ranks stands: its call, and each program's step and slots."""
 
     call: int
-    step: int
-    slots: tuple[tuple[int | None, int | None], ...]
+    steps: tuple[int, int]
+    slots: tuple[Slots, Slots]
 
 
 @dataclass(frozen=True)
 class World:
-    """Both ranks, and the pushes in flight: (to, set, from, number)."""
+    """Both ranks, and the pushes in flight: (to, program, set, from, number)."""
 
     ranks: tuple[Rank, Rank]
-    flying: frozenset[tuple[int, int, int, int]] = frozenset()
+    flying: frozenset[tuple[int, int, int, int, int]] = frozenset()
 
 
 PUSH, EMPTY, POLL = range(3)
-ORDER = (PUSH, EMPTY, POLL)
+ORDER, IDLE = (PUSH, EMPTY, POLL), (EMPTY,)
+WIDE, MIXED = (True,), (True, False, False, True, True, False, True)
 
 
-def written(rank: Rank, place: int, source: int, number: int | None) -> Rank:
-    pair = tuple(number if who == source else old for who, old in enumerate(rank.slots[place]))
-    return replace(rank, slots=(*rank.slots[:place], pair, *rank.slots[place + 1 :]))
+def put(items: tuple, place: int, item: Any) -> tuple:
+    return (*items[:place], item, *items[place + 1 :])
+
+
+def written(rank: Rank, program: int, place: int, source: int, number: int | None) -> Rank:
+    slots = rank.slots[program]
+    return replace(rank, slots=put(rank.slots, program, put(slots, place, put(slots[place], source, number))))
 
 
 def with_rank(world: World, me: int, rank: Rank) -> World:
-    ranks = (rank, world.ranks[1]) if me == 0 else (world.ranks[0], rank)
-    return replace(world, ranks=ranks)
+    return replace(world, ranks=put(world.ranks, me, rank))
 
 
-def successors(world: World, num_calls: int, num_sets: int, back: int, order: tuple[int, ...]) -> Iterator[World]:
+def todo_of(rank: Rank, program: int, plans: Plans) -> tuple[int, ...]:
+    pattern, order, idle = plans
+    return order if program == 0 or pattern[rank.call % len(pattern)] else idle
+
+
+def successors(world: World, plans: Plans, num_calls: int, num_sets: int, back: int) -> Iterator[World]:
     """Every next state. Raises AssertionError when a rank reads a number of another call."""
     for push in world.flying:
-        to, place, source, number = push
-        landed = with_rank(world, to, written(world.ranks[to], place, source, number))
+        to, program, place, source, number = push
+        landed = with_rank(world, to, written(world.ranks[to], program, place, source, number))
         yield replace(landed, flying=world.flying - {push})
     for me, rank in enumerate(world.ranks):
-        if rank.call == num_calls:
-            continue
-        place = rank.call % num_sets
-        following = replace(rank, step=rank.step + 1)
-        if order[rank.step] == PUSH:
-            pushed = with_rank(world, me, written(following, place, me, rank.call))
-            yield replace(pushed, flying=world.flying | {(1 - me, place, me, rank.call)})
-        elif order[rank.step] == EMPTY:
-            old = (rank.call - back) % num_sets
-            yield with_rank(world, me, written(written(following, old, 0, None), old, 1, None))
-        elif None not in rank.slots[place]:
-            assert rank.slots[place] == (rank.call, rank.call), f"call {rank.call} read {rank.slots[place]}"
-            yield with_rank(world, me, following)
+        for program, step in enumerate(rank.steps):
+            order, place = todo_of(rank, program, plans), rank.call % num_sets
+            if rank.call == num_calls or step == len(order):
+                continue
+            following = replace(rank, steps=put(rank.steps, program, step + 1))
+            if order[step] == EMPTY:
+                old = (rank.call - back) % num_sets
+                emptied = written(following, program, old, 0, None)
+                yield with_rank(world, me, written(emptied, program, old, 1, None))
+            elif order[step] == PUSH:
+                pushed = with_rank(world, me, written(following, program, place, me, rank.call))
+                yield replace(pushed, flying=world.flying | {(1 - me, program, place, me, rank.call)})
+            elif None not in rank.slots[program][place]:
+                found = rank.slots[program][place]
+                assert found == (rank.call, rank.call), f"call {rank.call} read {found}"
+                yield with_rank(world, me, following)
 
 
-def explore(num_calls: int, num_sets: int, back: int = 1, order: tuple[int, ...] = ORDER) -> int:
+def explore(plans: Plans, num_calls: int, num_sets: int, back: int = 1) -> int:
     """Walk every reachable state; returns their number. Raises AssertionError for a wrong read or a stuck state."""
     empty = ((None, None),) * num_sets
-    start = World((Rank(0, 0, empty), Rank(0, 0, empty)))
+    rank = Rank(0, (0, 0), (empty, empty))
+    start = World((rank, rank))
     seen, todo = {start}, [start]
     while todo:
         world = todo.pop()
         is_stuck = True
-        for after in successors(world, num_calls, num_sets, back, order):
+        for after in successors(world, plans, num_calls, num_sets, back):
             is_stuck = False
             for me, rank in enumerate(after.ranks):
-                if rank.step == len(order):
-                    after = with_rank(after, me, replace(rank, call=rank.call + 1, step=0))
+                if rank.steps == tuple(len(todo_of(rank, program, plans)) for program in range(2)):
+                    after = with_rank(after, me, replace(rank, call=rank.call + 1, steps=(0, 0)))
             if after not in seen:
                 seen.add(after)
                 todo.append(after)
@@ -250,10 +339,12 @@ def explore(num_calls: int, num_sets: int, back: int = 1, order: tuple[int, ...]
     return len(seen)
 
 
-def test_three_sets_are_right_in_every_interleaving_of_two_ranks() -> None:
-    assert explore(num_calls=8, num_sets=exchange.NUM_TURNS) > 100
-    assert explore(num_calls=8, num_sets=exchange.NUM_TURNS, order=(EMPTY, PUSH, POLL)) > 100
-    assert explore(num_calls=8, num_sets=exchange.NUM_TURNS, order=(PUSH, POLL, EMPTY)) > 100
+@pytest.mark.parametrize("pattern", [WIDE, MIXED])
+@pytest.mark.parametrize("order", [ORDER, (EMPTY, PUSH, POLL), (PUSH, POLL, EMPTY)])
+def test_three_sets_are_right_in_every_interleaving_of_two_ranks(
+    pattern: tuple[bool, ...], order: tuple[int, ...]
+) -> None:
+    assert explore((pattern, order, IDLE), num_calls=9, num_sets=exchange.NUM_TURNS) > 100
 
 
 @pytest.mark.parametrize(
@@ -268,4 +359,9 @@ def test_three_sets_are_right_in_every_interleaving_of_two_ranks() -> None:
 )
 def test_the_walk_finds_what_is_wrong_with_other_protocols(num_sets: int, back: int, order: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError, match=r"stuck|read"):
-        explore(8, num_sets, back, order)
+        explore((WIDE, order, IDLE), 9, num_sets, back)
+
+
+def test_the_walk_finds_that_a_call_without_a_number_must_empty_too() -> None:
+    with pytest.raises(AssertionError, match=r"read"):
+        explore((MIXED, ORDER, ()), 9, exchange.NUM_TURNS)

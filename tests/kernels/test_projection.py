@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dspark.kernels.projection import kernel, reference
 from dspark.kernels.projection.kernel import Tile
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="real sizes need a GPU")
+LOWER_BOUND = -5.0
 CEILING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TILES = {
     "plain": Tile(16, 32, 1, 1, 0, 4, 2),
@@ -28,7 +30,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype, device: torch.device)
 
 
 def zeros(num_rows: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(projection.num_counters(num_rows), dtype=torch.int32, device=device)
+    return torch.zeros(-(-num_rows // 16), dtype=torch.int32, device=device)
 
 
 def is_close(y: torch.Tensor, torch_y: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
@@ -84,6 +86,68 @@ def check_gated(
     truth = kda.gated_rms_norm(*wide[:3], 1e-6).flatten(1) @ wide[3].T
     is_close(y_TC, reference.project_gated(o_THF, norm_weight_F, gate_THF, weight_CD, 1e-6), truth, dtype)
     return y_TC
+
+
+def prepared_inputs(
+    tokens: int, heads: int, width: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """x, the weight, history, taps, a_log and dt_bias."""
+    inner, wide = heads * width, torch.float32
+    weight_CD = 2 * normal(5 * inner + heads, columns, seed=1, dtype=dtype, device=device) * columns**-0.5
+    x_TD = normal(tokens, columns, dtype=dtype, device=device)
+    history_WC = 2 * normal(3, 3 * inner, seed=2, dtype=dtype, device=device)
+    conv_CJ = normal(3 * inner, 4, seed=3, dtype=dtype, device=device) / 2
+    a_log_H = normal(heads, seed=4, dtype=wide, device=device) / 2
+    return [x_TD, weight_CD, history_WC, conv_CJ, a_log_H, normal(heads, width, seed=5, dtype=wide, device=device)]
+
+
+def project_prepared(inputs: list[torch.Tensor], counters: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    y_TC = inputs[0].new_full((len(inputs[0]), len(inputs[1])), torch.nan)
+    out = (y_TC, torch.full_like(y_TC, torch.nan, dtype=torch.float32))
+    kernel.project_prepared(*inputs, LOWER_BOUND, counters, out, **options)
+    return out
+
+
+def check_prepared(
+    tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, tile: Tile | None = None
+) -> None:
+    """The raw values are those of ``project``; the prepared ones are right for them, to float32's rounding."""
+    inputs = prepared_inputs(tokens, *shape, dtype, device)
+    counters = zeros(len(inputs[1]), device)
+    y_TC, prepared_TC = project_prepared(inputs, counters, tile=tile)
+    assert not counters.any()
+    assert torch.equal(y_TC, kernel.project(*inputs[:2], counters, tile=tile))
+    truth_TC = kda.prepare(*(x.double() for x in (y_TC, *inputs[2:])), LOWER_BOUND)
+    torch.testing.assert_close(prepared_TC.double(), truth_TC, rtol=2e-6, atol=2e-6)
+
+
+def check_prepared_one_by_one(inputs: list[torch.Tensor]) -> None:
+    """Tokens of one window are prepared as those of windows of one, bit for bit."""
+    x_TD, weight_CD, history_WC, *rest = inputs
+    counters = zeros(len(weight_CD), x_TD.device)
+    y_TC, prepared_TC = project_prepared(inputs, counters)
+    for t in range(len(x_TD)):
+        row_TC, row_prepared_TC = project_prepared([x_TD[t : t + 1], weight_CD, history_WC, *rest], counters)
+        assert torch.equal(row_TC, y_TC[t : t + 1])
+        assert torch.equal(row_prepared_TC, prepared_TC[t : t + 1])
+        history_WC = torch.cat((history_WC[1:], row_TC[:, : history_WC.shape[1]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 1, 16), (3, 3, 6), (9, 2, 8), (16, 1, 5)])
+def test_project_prepared_is_project_and_prepare(
+    tokens: int, heads: int, width: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    check_prepared(tokens, (heads, width, 40), dtype, kernel_device)
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_every_way_of_cutting_a_prepared_projection_is_right(name: str, kernel_device: torch.device) -> None:
+    check_prepared(9, (2, 6, 200), torch.bfloat16, kernel_device, TILES[name])
+
+
+def test_tokens_are_prepared_alike_in_any_window(kernel_device: torch.device) -> None:
+    check_prepared_one_by_one(prepared_inputs(6, 2, 6, 40, torch.float32, kernel_device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -158,6 +222,11 @@ def test_the_public_functions_check_and_pick_by_device(kernel_device: torch.devi
     inputs = gated_inputs(3, 4, 12, 20, torch.float32, kernel_device)
     y_TC = projection.project_gated(*inputs, 1e-6, counters)
     torch.testing.assert_close(y_TC, reference.project_gated(*inputs, 1e-6), rtol=1e-4, atol=1e-4)
+    own = prepared_inputs(3, 2, 4, 20, torch.float32, kernel_device)
+    out = tuple(torch.empty(3, 42, device=kernel_device) for _ in range(2))
+    counters = zeros(42, kernel_device)
+    projection.project_prepared(*own, LOWER_BOUND, counters, out)
+    torch.testing.assert_close(out[1], kda.prepare(out[0], *own[2:], LOWER_BOUND), rtol=1e-4, atol=1e-4)
     wrong: list[Callable[[], object]] = [
         lambda: projection.project(x_TD[:, :40], weight_CD, counters),
         lambda: projection.project(x_TD.double(), weight_CD, counters),
@@ -168,14 +237,16 @@ def test_the_public_functions_check_and_pick_by_device(kernel_device: torch.devi
         lambda: projection.project(x_TD, weight_CD, counters, out_dtype=torch.float16),
         lambda: projection.project_gated(inputs[0], inputs[1][:3], *inputs[2:], 1e-6, counters),
         lambda: projection.project_gated(inputs[0], inputs[1], inputs[2][:, :2], inputs[3], 1e-6, counters),
+        lambda: projection.project_prepared(*own[:2], own[2][1:], *own[3:], LOWER_BOUND, counters, out),
+        lambda: projection.project_prepared(*own, LOWER_BOUND, counters, (out[0], out[1].double())),
     ]
     for call in wrong:
-        with pytest.raises(ValueError, match=r"projection: found .*expected"):
+        with pytest.raises(ValueError, match=r"expected .*found"):
             call()
 
 
 FLASH = {  # one rank of four, and shapes of the draft: rows, columns, width of a gated head
-    "KDA in-projection": (5128, 2560, None),
+    "KDA in-projection": (5128, 2560, None),  # which also prepares
     "KDA output": (2560, 1024, 128),
     "MLA in-projection": (2120, 2560, None),
     "MLA output": (2560, 1024, None),
@@ -188,10 +259,12 @@ def compile_kernel(name: str) -> dict:
     tile = kernel.tile_for(rows, columns, 2, width or 0)
     steps, splits = kernel.shares(tile, columns)
     share = tile.held + steps * tile.columns
-    tensors = dict.fromkeys(("x", "weight", "y", "gate", "norm_weight"), "*bf16")
-    scalars = {"num_tokens": "i32", "eps": "fp32"}
+    tensors = dict.fromkeys(("x", "weight", "y", "gate", "norm_weight", "history", "conv"), "*bf16")
+    tensors |= dict.fromkeys(("a_log", "dt_bias", "prepared"), "*fp32")
+    scalars = {"num_tokens": "i32", "eps": "fp32", "lower_bound": "fp32"}
     strides = dict.fromkeys(("x_stride", "x_stride_head", "gate_stride", "gate_stride_head", "weight_stride"), "i32")
     sizes = {"C": rows, "D": columns, "WIDTH": width or columns, "PADDED_WIDTH": width or columns}
+    sizes |= {"H": 8, "E": 128, "J": 4 if name == "KDA in-projection" else 0}
     cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "SLICES": tile.slices, "SPLITS": splits, "HELD": tile.held}
     prefetch = {"NUM_CHUNKS": 4 if steps else 0, "CHUNK": 256, "POLICY": "evict_first", "num_stages": tile.num_stages}
     flags = {
@@ -234,6 +307,13 @@ def test_flash_shapes_are_right_on_a_gpu(name: str, tokens: int, kernel_device: 
         check_gated(tokens, (columns // width, width, rows), torch.bfloat16, kernel_device)
     else:
         check_project(tokens, rows, columns, torch.bfloat16, kernel_device)
+
+
+@needs_gpu
+def test_flash_shapes_are_prepared_right_on_a_gpu(kernel_device: torch.device) -> None:
+    for tokens in (1, 9, 16):
+        check_prepared(tokens, (8, 128, 2560), torch.bfloat16, kernel_device)
+    check_prepared_one_by_one(prepared_inputs(9, 8, 128, 2560, torch.bfloat16, kernel_device))
 
 
 @needs_gpu

@@ -130,7 +130,7 @@ def test_wrong_shapes_and_dtypes_are_refused() -> None:
         "residual_TD": inputs["residual_TD"].half(),
     }
     for name, tensor in wrong.items():
-        with pytest.raises(ValueError, match=r"expected contiguous .* found"):
+        with pytest.raises(ValueError, match=r"expected .*found"):
             residual.add_norm(**inputs | {name: tensor}, eps=EPS)
     with pytest.raises(ValueError, match="parts_TKD"):
         residual.add_norm(**inputs | {"parts_TKD": inputs["parts_TKD"].transpose(0, 1)}, eps=EPS)
@@ -153,10 +153,12 @@ def test_flash_rows_compile_for_sm90_without_spills_and_wait_before_they_write()
             embed | launched | {"constexprs": sizes},
         ],
     )
-    for compiled in (moe, attention, first):
+    for compiled, is_early in ((moe, True), (attention, True), (first, False)):
         assert compiled.spill_bytes == 0
         wait, write = compiled.ptx.index("griddepcontrol.wait"), compiled.ptx.index("st.global")
-        assert compiled.ptx.index("ld.global") < wait < compiled.ptx.index("griddepcontrol.launch_dependents") < write
+        assert compiled.ptx.index("ld.global") < wait < write
+        signal = compiled.ptx.index("griddepcontrol.launch_dependents")
+        assert (signal < wait) == is_early
         assert compiled.ptx[:wait].count("ld.global") == 1, "only the norm's weight is read before the wait"
     assert moe.registers >= 9 * 4 + 8, "the parts' loads are in flight together"
 

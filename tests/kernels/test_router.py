@@ -33,7 +33,7 @@ def law_of(case: dict[str, Any]) -> tuple[int, int, int, float]:
 def test_the_router_picks_by_biased_groups_and_weighs_by_plain_scores(ling_golden: dict, dtype: torch.dtype) -> None:
     case = ling_golden["router_16e_4g_top4"]
     logits, bias = torch.tensor(case["logits"], dtype=dtype), torch.tensor(case["expert_bias"], dtype=dtype)
-    ids, weights = router.route(logits, bias, *law_of(case))
+    ids, weights = router.route(logits, bias, law_of(case))
     assert ids.tolist() == case["expert_ids_by_falling_selection_score"]
     close(weights, case["weights_same_order"], dtype)
     for wrong in ("without_groups", "without_bias", "group_score_by_max"):
@@ -44,7 +44,7 @@ def test_the_router_picks_by_biased_groups_and_weighs_by_plain_scores(ling_golde
 def test_dropped_groups_never_win_and_ties_go_to_the_smaller_index(ling_golden: dict, dtype: torch.dtype) -> None:
     case = ling_golden["router_mask_value"]
     logits, bias = torch.tensor(case["logits"], dtype=dtype), torch.tensor(case["expert_bias"], dtype=dtype)
-    ids, weights = router.route(logits, bias, *law_of(case))
+    ids, weights = router.route(logits, bias, law_of(case))
     assert ids.tolist() == case["expert_ids"]
     close(weights, case["weights"], dtype)
     assert ids[0].tolist() != case["wrong_ids_if_masked_with_zero"]
@@ -54,7 +54,7 @@ def test_the_router_of_512_experts_gives_the_golden_picks(ling_golden: dict, dty
     case = ling_golden["router_512e_8g_top8"]
     logits = [[(e * 7919 + t * 104729 + 17) % 1009 / 1009 * 8 - 5 for e in range(512)] for t in range(3)]
     bias = [(e * 3571 + 11) % 257 / 257 * 0.2 - 0.1 for e in range(512)]
-    ids, weights = router.route(torch.tensor(logits, dtype=dtype), torch.tensor(bias, dtype=dtype), *law_of(case))
+    ids, weights = router.route(torch.tensor(logits, dtype=dtype), torch.tensor(bias, dtype=dtype), law_of(case))
     assert ids.tolist() == case["expert_ids_by_falling_selection_score"]
     close(weights, case["weights_same_order"], dtype)
 
@@ -110,6 +110,14 @@ def hard_logits() -> Iterator[tuple[str, torch.Tensor, torch.Tensor, router.Law]
     neighbours[:, :3, [0, 20]], neighbours[:, 3, :2] = 0.6, 1.0
     yield "the two largest are equal neighbours", neighbours.flatten(1), torch.zeros(128), (4, 1, 3, 2.5)
     yield "sixteen tokens, distinct picks", torch.eye(24)[:16] * 8, zero, (4, 4, 1, 2.5)
+    yield "a whole list of eight", spread + 9 * (torch.arange(24) // 8 == 1), zero, (3, 1, 8, 2.5)
+    yield "a whole list of equals", torch.zeros(16, 24), zero, (3, 1, 8, 2.5)
+    yield "a whole list and the next one", spread, zero, (2, 1, 12, 2.5)
+    yield "every expert", spread, zero, (4, 4, 24, 2.5)
+    yield "the largest and the least numbers", spread.sign() * 3e38, zero, LAW
+    yield "one token", spread[:1], zero, LAW
+    yield "thirty-two groups", normal(18, 9, 64), normal(19, 64), (32, 20, 16, 2.5)
+    yield "more lists than lanes of a warp", normal(20, 16, 264), torch.zeros(264), (1, 1, 8, 2.5)
 
 
 @pytest.mark.parametrize(("logits", "bias", "law"), [pytest.param(*c[1:], id=c[0]) for c in hard_logits()])
@@ -171,14 +179,14 @@ def test_the_public_function_refuses_what_does_not_fit(kernel_device: torch.devi
 
 
 def flash_router(num_tokens: int) -> dict[str, Any]:
-    num_warps = kernel.CHOICE["num_warps"]
-    constexprs = {"T": num_tokens, "X": 512, "D": 2560, "GROUPS": 8, "KEPT": 4, "PICKS": 8, "PADDED": 16}
-    constexprs |= {"BLOCK_X": kernel.CHOICE["block_x"], "SLICES": num_warps, "SLICE": 128}
+    num_warps = kernel.NUM_WARPS
+    constexprs = {"T": num_tokens, "X": 512, "D": 2560, "GROUPS": 8, "KEPT": 4, "PICKS": 8}
+    constexprs |= {"BLOCK_X": kernel.BLOCK_X, "LENGTH": 8, "LANES": 32, "SLICES": num_warps, "SLICE": 128}
     constexprs |= {"DOT": "tl.bfloat16", "IS_CHAINED": True}
-    signature = {"x": "*bf16", "gate": "*bf16", "bias": "*fp32", "scores": "*fp32", "words": "*i32", "counters": "*i32"}
-    signature |= {"weights": "*fp32", "experts": "*i32", "pairs": "*i32", "num_active": "*i32"}
-    signature |= {"num_slots": "i32", "scaling": "fp32"}
-    return {"name": "_dispatch_kernel", "signature": signature, "constexprs": constexprs, "num_warps": num_warps}
+    signature = {"x": "*bf16", "gate": "*bf16", "bias": "*fp32", "scratch": "*i32", "counters": "*i32"}
+    signature |= {"weights": "*fp32", "pairs": "*i32", "scaling": "fp32"}
+    constants = {"constexprs": constexprs, "num_warps": num_warps, "maxnreg": 128}
+    return {"name": "_dispatch_kernel", "signature": signature, **constants}
 
 
 def test_the_router_compiles_for_sm90_without_spills_and_writes_after_the_wait() -> None:
@@ -189,6 +197,62 @@ def test_the_router_compiles_for_sm90_without_spills_and_writes_after_the_wait()
     assert compiled.ptx.index("prefetch.global") < compiled.ptx.index("ld.global") < wait
     assert wait < compiled.ptx.index("griddepcontrol.launch_dependents")
     assert wait < min(place.start() for place in re.finditer(r"(st|atom|red)\.global|atom\.", compiled.ptx))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16])
+def test_the_choice_has_two_barriers_for_one_layout_holds_all_its_tiles(num_tokens: int) -> None:
+    (compiled,) = compile_sm90("dspark.kernels.router.kernel", [flash_router(num_tokens)])
+    logits, choice = compiled.ptx.split("griddepcontrol.launch_dependents")[1].split("atom.global")
+    assert choice.count("bar.sync") == 2  # the last program knows that it is; every token's bitmap is written
+    assert logits.count("bar.sync") <= 5
+    assert logits.count("ld.global") >= 2
+    assert "ld.global" not in logits[logits.index("st.shared") :]  # all are asked for before the first is waited for
+
+
+@pytest.mark.parametrize(("num_experts", "law"), [(32, (4, 2, 3, 2.5)), (12, (2, 1, 2, 1.0)), (20, (1, 1, 4, 2.5))])
+def test_the_kernel_chooses_what_route_chooses(num_experts: int, law: router.Law, kernel_device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(num_experts)
+    logits_NX = torch.randn(9, num_experts, generator=generator).to(kernel_device)
+    bias_X = (torch.randn(num_experts, generator=generator) / 4).to(kernel_device)
+    (ids_NJ, weights_NJ), expected = (form.choose(logits_NX, bias_X, law) for form in (kernel, reference))
+    assert ids_NJ.dtype == torch.int32
+    assert torch.equal(ids_NJ, expected[0])
+    torch.testing.assert_close(weights_NJ, expected[1], rtol=1e-6, atol=0)
+
+
+def test_of_equal_experts_and_groups_the_smaller_index_wins(kernel_device: torch.device) -> None:
+    logits_NX = torch.tensor([[0.0] * 16, [1.0, 2.0] * 8, [0.0] * 4 + [3.0] * 12], device=kernel_device)
+    ids_NJ, _ = kernel.choose(logits_NX, torch.zeros(16, device=kernel_device), (4, 2, 3, 1.0))
+    assert ids_NJ.tolist() == [[0, 1, 2, 16], [1, 3, 5, 16], [4, 5, 6, 16]]
+
+
+def test_the_choice_of_many_rows_compiles_for_sm90_without_spills() -> None:
+    signature = {"ids": "*i32", "weights": "*fp32", "logits": "*fp32", "bias": "*fp32", "scaling": "fp32"}
+    constexprs = {"X": 512, "GROUPS": 8, "KEPT": 4, "PICKS": 8, "BLOCK_G": 8, "BLOCK_S": 64}
+    choose = {"name": "choose_kernel", "signature": signature, "constexprs": constexprs, "num_warps": 1}
+    (compiled,) = compile_sm90("dspark.kernels.router.kernel", [choose])
+    assert compiled.spill_bytes == 0
+    assert compiled.registers <= 128
+
+
+@needs_gpu
+def test_gpu_check_the_choice_is_the_engines_where_the_scores_are_equal(kernel_device: torch.device) -> None:
+    generator = torch.Generator(kernel_device).manual_seed(0)
+    x_TD = torch.randint(-2, 3, (16, 256), generator=generator, device=kernel_device).bfloat16()
+    gate_XD = torch.randint(-1, 2, (512, 256), generator=generator, device=kernel_device).bfloat16() / 8
+    bias_X = torch.zeros(512, device=kernel_device)
+    visits = router.dispatch(
+        x_TD, gate_XD, bias_X, FLASH, counters(kernel_device)
+    )  # sums of few bits: exact in any order
+    ids_TJ, weights_TJ = router.choose(torch.mm(x_TD, gate_XD.T, out_dtype=torch.float32), bias_X, FLASH)
+    assert torch.equal(weights_TJ, visits.weights_TJ)
+    pairs = {
+        (int(expert), int(pair) // 9)
+        for expert, pairs_N in zip(visits.experts_P, visits.pairs_PN, strict=True)
+        for pair in pairs_N
+        if expert >= 0 and pair >= 0
+    }
+    assert pairs == {(int(expert), token) for token, ids_J in enumerate(ids_TJ) for expert in ids_J}
 
 
 @needs_gpu

@@ -167,3 +167,20 @@ def test_a_window_and_its_tokens_one_by_one_agree_bit_for_bit(
 def test_tapped_layers_that_are_not_there_are_refused(verifier: Verifier, layers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="target_layer_ids must be distinct and in 0"):
         Verifier(verifier.weights, CAPACITY_TOKENS, layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [3, 20])
+def test_ids_that_are_none_of_the_targets_are_refused_and_the_sequence_stays(verifier: Verifier, length: int) -> None:
+    cache, _ = verifier.prefill([random_ids(verifier.vocab_size, 11)])
+    good_T = random_ids(verifier.vocab_size, length)
+    wrong = (good_T - verifier.vocab_size, good_T + verifier.vocab_size, good_T + 0.7, good_T > 3)
+    for ids_T in (*wrong, good_T[:0], good_T[None]):
+        with pytest.raises(ConfigError, match="token id"):
+            verifier.prefill([ids_T])
+    for ids_T in wrong:
+        with pytest.raises(ConfigError, match="token id"):
+            verifier.verify(ids_T[None, :3], cache)
+    verifier.verify(good_T[None, :3], cache)
+    verifier.commit(cache, torch.tensor([3]))
+    assert int(verifier.buffers.length_1) == 14

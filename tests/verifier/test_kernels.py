@@ -23,7 +23,7 @@ KERNELS = [
     (kda, kda_kernel, ("verify", "commit")),
     (mla, mla_kernel, ("absorb", "attend", "finish")),
     (moe, moe_kernel, ("up", "down")),
-    (projection, projection_kernel, ("project", "project_gated")),
+    (projection, projection_kernel, ("project", "project_gated", "project_prepared")),
     (residual, residual_kernel, ("add_norm", "embed_norm")),
     (router, router_kernel, ("dispatch",)),
 ]

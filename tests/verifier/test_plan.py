@@ -10,6 +10,7 @@ from dspark.errors import ConfigError
 from dspark.target.config import load_target_config, parse_target_config
 from dspark.verifier import Shard, Verifier, load_weights, make_plan, plan
 from dspark.verifier.buffers import allocate_buffers
+from dspark.verifier.weights import tensors_of
 
 
 def test_the_plan_counts_weights_states_and_rows(folder: Path) -> None:
@@ -18,7 +19,7 @@ def test_the_plan_counts_weights_states_and_rows(folder: Path) -> None:
         weights = load_weights(folder, shard, torch.float32)
         buffers = allocate_buffers(config, shard, 100, torch.float32)
         made = make_plan(config, shard, 100, torch.float32)
-        assert made.weight_bytes == sum(tensor.nbytes for tensor in weights.tensors())
+        assert made.weight_bytes == sum(tensor.nbytes for tensor in tensors_of(weights))
         assert made.state_bytes == buffers.state_LHEF.nbytes + buffers.history_LWC.nbytes
         assert made.cache_bytes == buffers.rows_MJC.nbytes + buffers.angles_JE2.nbytes
         assert made.total_bytes == sum(made.parts().values())

@@ -14,10 +14,10 @@ from dspark.target.checkpoint.shapes import mtp_prefix, tensor_shapes
 from dspark.target.checkpoint.weights import Checkpoint
 from dspark.target.config import TargetConfig, load_target_config, parse_target_config
 from dspark.verifier import Shard, Verifier, VerifierWeights, load_weights, random_weights
-from dspark.verifier.blocks import Chain, Partial, feed, latent_attention, linear_attention
+from dspark.verifier.blocks import Chain, Partial, empty_stage, feed, latent_attention, linear_attention
 from dspark.verifier.calls import call
 from dspark.verifier.sharding import pieces
-from dspark.verifier.weights import allocate
+from dspark.verifier.weights import allocate, tensors_of
 
 RANKS = 2
 
@@ -105,7 +105,7 @@ def test_every_tensor_is_placed_exactly_once_and_no_memory_is_left_over(folder: 
     names = {piece.name for piece in placed}
     assert names == {name for name in tensor_shapes(config) if not name.startswith(mtp_prefix(config))}
     limits = sum(len(layer.experts.limits_X) for layer in weights.layers)
-    assert sum(p.place.numel() for p in placed) + limits == sum(tensor.numel() for tensor in weights.tensors())
+    assert sum(p.place.numel() for p in placed) + limits == sum(tensor.numel() for tensor in tensors_of(weights))
 
 
 def test_limits_are_those_of_the_layer(folder: Path) -> None:
@@ -134,7 +134,8 @@ def test_partial_sums_of_the_ranks_add_up_to_the_whole_models_layer_by_layer(
         found, num_linear = [], 0
         for index, layer in enumerate(verifier.weights.layers):
             if layer.latent is None:
-                partial, _ = linear_attention(x_TD, verifier.weights.linear, num_linear, chain)
+                staged = empty_stage(x_TD, verifier.weights.linear)
+                partial = linear_attention(x_TD, verifier.weights.linear, num_linear, staged, chain)
                 num_linear += 1
             else:
                 partial = latent_attention(x_TD, layer.latent, index - num_linear, chain)
@@ -193,7 +194,7 @@ def test_random_weights_are_those_of_the_seed_and_the_rank() -> None:
         | {"moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8, "intermediate_size": 32}
     )
     first, again, other = (
-        list(random_weights(config, Shard(rank, 2), torch.bfloat16, 3).tensors()) for rank in (0, 0, 1)
+        list(tensors_of(random_weights(config, Shard(rank, 2), torch.bfloat16, 3))) for rank in (0, 0, 1)
     )
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])

@@ -74,3 +74,12 @@ def test_a_step_drops_what_was_staged_before_it(verifier: Verifier) -> None:
     step()
     with pytest.raises(ValueError, match=r"expected one count in 0\.\.0"):
         verifier.commit(cache, torch.tensor([3]))
+
+
+@torch.no_grad()
+def test_a_step_made_between_verify_and_commit_takes_the_stage_with_it(verifier: Verifier) -> None:
+    cache, _ = verifier.prefill([random_ids(verifier.vocab_size, 11)])
+    verifier.verify(random_ids(verifier.vocab_size, 3)[None], cache)
+    Step(verifier, 2)
+    with pytest.raises(ValueError, match=r"0\.\.0"):
+        verifier.commit(cache, torch.tensor([2]))

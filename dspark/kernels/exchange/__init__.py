@@ -4,19 +4,23 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Exchange", "add_norm", "empty_slots"]
+from dspark.kernels.checks import expect
+
+__all__ = ["NUM_TURNS", "Exchange", "add_norm", "empty_slots", "gather"]
 
 NUM_TURNS = 3
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's memory for ``add_norm``, kept for the process's life and shared by all its calls.
+    """One rank's memory for ``add_norm`` and ``gather``, kept for the process's life and shared by all its calls.
 
     Shapes: slots_SRPD this rank's slots, as ``empty_slots`` makes them, in memory that every rank can write; peers_R
-    int64, the address of every rank's slots as this process sees them; turns_P and errors_P int32, zeros at the start.
-    P is the most tokens of a call. An error that is not 0 says that a rank was waited for in vain: the row was NaN, and
-    nothing after it counts until every rank begins again with empty slots and zero turns.
+    int64, the address of every rank's slots as this process sees them, a multiple of 16; turns_P and errors_P int32,
+    zeros at the start. P is the most tokens of a call. errors_P may lie in pinned host memory, where the host sees it
+    without waiting; an error that is not 0 is one more than the rank that was waited for longer than ``limit_seconds``
+    (at most 2000): the row was NaN, and nothing after it counts until every rank begins again with empty slots and
+    zero turns.
     """
 
     rank: int
@@ -24,6 +28,7 @@ class Exchange:
     slots_SRPD: torch.Tensor
     turns_P: torch.Tensor
     errors_P: torch.Tensor
+    limit_seconds: float = 20.0
 
 
 def empty_slots(memory: torch.Tensor, num_ranks: int, num_rows: int, width: int) -> torch.Tensor:
@@ -35,15 +40,9 @@ def empty_slots(memory: torch.Tensor, num_ranks: int, num_rows: int, width: int)
 
 
 def add_norm(
-    parts_TKD: torch.Tensor,
-    weights_TK: torch.Tensor | None,
-    residual_TD: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    eps: float,
-    exchange: Exchange,
-    *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor,
+    eps: float, exchange: Exchange, *, is_chained: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``residual.add_norm`` with the parts of all ranks: the same bits on every rank. All ranks call with the same T.
 
     Shapes: as there, T = 1..P, on a GPU. The partial sums travel in the slots' dtype and are added in float32 in the
@@ -52,27 +51,37 @@ def add_norm(
     """
     num_tokens, width = residual_TD.shape
     num_parts = parts_TKD.shape[1] if parts_TKD.dim() == 3 else 1
-    dtype, num_ranks, num_rows = residual_TD.dtype, len(exchange.peers_R), len(exchange.turns_P)
-    if not residual_TD.is_cuda or not 1 <= num_tokens <= num_rows:
-        raise ValueError(
-            f"residual_TD: expected 1..{num_rows} rows on a GPU, found {num_tokens} on {residual_TD.device}"
-        )
-    _expect("residual_TD", residual_TD, (num_tokens, width), dtype)
-    _expect("parts_TKD", parts_TKD, (num_tokens, num_parts, width), dtype, torch.float32)
-    _expect("norm_weight_D", norm_weight_D, (width,), dtype)
-    shape = (NUM_TURNS, num_ranks, num_rows, width)
-    _expect("slots_SRPD", exchange.slots_SRPD, shape, dtype, torch.float32)
+    dtype = residual_TD.dtype
+    _expect_rows("residual_TD", residual_TD, exchange)
+    expect("residual_TD", residual_TD, (num_tokens, width), dtype)
+    expect("parts_TKD", parts_TKD, (num_tokens, num_parts, width), dtype, torch.float32)
+    expect("norm_weight_D", norm_weight_D, (width,), dtype)
+    shape = (NUM_TURNS, len(exchange.peers_R), len(exchange.turns_P), width)
+    expect("slots_SRPD", exchange.slots_SRPD, shape, dtype, torch.float32)
     if weights_TK is not None:
-        _expect("weights_TK", weights_TK, (num_tokens, num_parts), torch.float32)
+        expect("weights_TK", weights_TK, (num_tokens, num_parts), torch.float32)
     from dspark.kernels.exchange import kernel  # Triton, which a CPU may lack
 
-    memory = (exchange.peers_R, exchange.slots_SRPD, exchange.turns_P, exchange.errors_P, exchange.rank)
-    return kernel.add_norm(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps, *memory, is_chained=is_chained)
+    return kernel.add_norm(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps, exchange, is_chained=is_chained)
 
 
-def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected contiguous {list(shape)} {' or '.join(map(str, dtypes))}, "
-            f"found {list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
-        )
+def gather(values_TC: torch.Tensor, exchange: Exchange, *, is_chained: bool = False) -> torch.Tensor:
+    """Every rank's values: int32 [R, T, C], the same on every rank. All ranks call with the same shape.
+
+    Shapes: int32 [T, C] on a GPU, T = 1..P and C at most the slots' width, which must be float32; a view of other
+    numbers, of which -2**31 (the bits of -0.0) arrives as 0.
+    Raises: ValueError for another shape or dtype, or another device.
+    """
+    _expect_rows("values_TC", values_TC, exchange)
+    num_columns = min(values_TC.shape[-1], exchange.slots_SRPD.shape[-1])
+    expect("values_TC", values_TC, (len(values_TC), num_columns), torch.int32)
+    expect("slots_SRPD", exchange.slots_SRPD, tuple(exchange.slots_SRPD.shape), torch.float32)
+    from dspark.kernels.exchange import kernel
+
+    return kernel.gather(values_TC, exchange, is_chained=is_chained)
+
+
+def _expect_rows(name: str, tensor: torch.Tensor, exchange: Exchange) -> None:
+    num_rows = len(exchange.turns_P)
+    if not tensor.is_cuda or not 1 <= len(tensor) <= num_rows:
+        raise ValueError(f"{name}: expected 1..{num_rows} rows on a GPU, found {len(tensor)} on {tensor.device}")

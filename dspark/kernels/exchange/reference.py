@@ -1,7 +1,8 @@
 """The residual stream over ranks, defined: every rank's partial sum, added in the order of the ranks."""
 
 import torch
-from torch.nn import functional
+
+from dspark.kernels.residual import reference
 
 
 def sum_norm(
@@ -11,9 +12,4 @@ def sum_norm(
 
     Every rank adds in the order 0, 1, ... in float32 or higher, so all ranks hold the same bits.
     """
-    wide_RTD = partials_RTD.to(torch.promote_types(partials_RTD.dtype, torch.float32))
-    total_TD = wide_RTD[0]
-    for partial_TD in wide_RTD[1:]:
-        total_TD = total_TD + partial_TD
-    residual_TD = residual_TD + total_TD.to(residual_TD.dtype)
-    return residual_TD, functional.rms_norm(residual_TD, norm_weight_D.shape, norm_weight_D, eps)
+    return reference.add_norm(partials_RTD.transpose(0, 1), None, residual_TD, norm_weight_D, eps)

@@ -2,13 +2,10 @@
 
 import torch
 
-from dspark.kernels import MAX_TOKENS
+from dspark.kernels.checks import expect, expect_window
 from dspark.kernels.head import reference
 
-__all__ = ["NUM_COUNTERS", "accept", "greedy"]
-
-NUM_COUNTERS = 1
-"""How many zeroed int32 numbers ``counters`` needs; a call leaves them zero."""
+__all__ = ["accept", "greedy"]
 
 
 def greedy(
@@ -24,16 +21,13 @@ def greedy(
     The logits are summed in float32 and not rounded. Of equal ones the smaller id; NaN counts as -inf; with nothing
     above -inf the best is -inf and the id ``first_id``.
 
-    Shapes: T in 1..16; both tensors in one dtype, contiguous in the last dimension. Raises ValueError otherwise.
+    Shapes: T in 1..16; both tensors in one dtype, contiguous in the last dimension; counters one int32 number or more,
+    zero before and after. Raises ValueError otherwise.
     """
-    found = f"{hidden_TD.dtype} {tuple(hidden_TD.shape)} and {head_VD.dtype} {tuple(head_VD.shape)}"
-    is_pair = hidden_TD.dim() == head_VD.dim() == 2 and hidden_TD.shape[1] == head_VD.shape[1]
-    if not is_pair or hidden_TD.dtype != head_VD.dtype or not 1 <= hidden_TD.shape[0] <= MAX_TOKENS:
-        raise ValueError(f"head: found {found}, expected [T, D] with T of 1 to {MAX_TOKENS} and [V, D] in one dtype")
-    if hidden_TD.stride(1) != 1 or head_VD.stride(1) != 1:
-        raise ValueError(f"head: found strides {hidden_TD.stride()}, {head_VD.stride()}, expected a last one of 1")
-    if counters.dtype != torch.int32 or counters.numel() < NUM_COUNTERS:
-        raise ValueError(f"head: found {counters.numel()} counters {counters.dtype}, expected {NUM_COUNTERS} of int32")
+    expect_window("hidden_TD", len(hidden_TD))
+    expect("hidden_TD", hidden_TD, (len(hidden_TD), head_VD.shape[-1]), head_VD.dtype, num_strided=1)
+    expect("head_VD", head_VD, (len(head_VD), head_VD.shape[-1]), head_VD.dtype, num_strided=1)
+    expect("counters", counters, (max(1, counters.numel()),), torch.int32)
     if not hidden_TD.is_cuda:
         return reference.greedy(hidden_TD, head_VD, first_id)
     from dspark.kernels.head import kernel
@@ -57,16 +51,10 @@ def accept(
     Shapes: ids int64, T in 1..16; best_RT float32 and best_ids_RT int64 [R, T], contiguous.
     Raises ValueError otherwise.
     """
-    found = f"{tuple(ids_T.shape)}, {tuple(best_RT.shape)}, {tuple(best_ids_RT.shape)}"
-    is_shaped = ids_T.dim() == 1 and best_RT.dim() == 2 and best_RT.shape[1:] == ids_T.shape
-    if not is_shaped or best_ids_RT.shape != best_RT.shape or not 1 <= len(ids_T) <= MAX_TOKENS:
-        raise ValueError(f"head: found {found}, expected [T], [R, T] and [R, T] with T of 1 to {MAX_TOKENS}")
-    tensors = (ids_T, best_ids_RT)
-    if best_RT.dtype != torch.float32 or any(x.dtype != torch.int64 for x in tensors):
-        found = ", ".join(str(x.dtype) for x in (best_RT, *tensors))
-        raise ValueError(f"head: found {found}, expected float32 maxima and everything else int64")
-    if not all(x.is_contiguous() for x in (best_RT, *tensors)):
-        raise ValueError("head: found strided tensors, expected contiguous ones")
+    expect_window("ids_T", len(ids_T))
+    expect("ids_T", ids_T, (len(ids_T),), torch.int64)
+    expect("best_RT", best_RT, (len(best_RT), len(ids_T)), torch.float32)
+    expect("best_ids_RT", best_ids_RT, (len(best_RT), len(ids_T)), torch.int64)
     if not ids_T.is_cuda:
         return reference.accept(ids_T, best_RT, best_ids_RT)
     from dspark.kernels.head import kernel

@@ -127,14 +127,9 @@ def accept_kernel(
 
 
 def greedy(
-    hidden_TD: torch.Tensor,
-    head_VD: torch.Tensor,
-    first_id: int,
-    counters: torch.Tensor,
-    *,
-    is_chained: bool = False,
-    tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_TD: torch.Tensor, head_VD: torch.Tensor, first_id: int, counters: torch.Tensor, *,
+    is_chained: bool = False, tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``reference.greedy``; ``tile`` overrides the table."""
     num_tokens, (vocab_size, width), device = hidden_TD.shape[0], head_VD.shape, hidden_TD.device
     tile = tile or tile_for(head_VD.element_size())

@@ -12,19 +12,20 @@ def greedy(hidden_TD: torch.Tensor, head_VD: torch.Tensor, first_id: int) -> tup
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
     logits_TV = hidden_TD.to(wide) @ head_VD.to(wide).T
     rows_V = torch.arange(len(head_VD), device=logits_TV.device)
-    best_T, ids_T = _larger_then_smaller_id(logits_TV, rows_V.expand_as(logits_TV))
+    best_T, ids_T = larger_then_smaller_id(logits_TV, rows_V.expand_as(logits_TV))
     return best_T.float(), ids_T + first_id
 
 
 def accept(ids_T: torch.Tensor, best_RT: torch.Tensor, best_ids_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Count of committed tokens and the token after them: a draft stays if the target chose it and all before stay."""
-    _, choice_T = _larger_then_smaller_id(best_RT.T, best_ids_RT.T)
+    _, choice_T = larger_then_smaller_id(best_RT.T, best_ids_RT.T)
     is_kept_T = ids_T[1:] == choice_T[:-1]
     count_1 = 1 + is_kept_T.long().cumprod(0).sum(0, keepdim=True)
     return count_1, choice_T.gather(0, count_1 - 1)
 
 
-def _larger_then_smaller_id(values_NV: torch.Tensor, ids_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def larger_then_smaller_id(values_NV: torch.Tensor, ids_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest value, NaN as -inf, and the smallest id that has it."""
     values_NV = torch.where(values_NV.isnan(), -torch.inf, values_NV)
     best_N = values_NV.amax(1)
     is_best_NV = values_NV == best_N[:, None]

@@ -2,135 +2,72 @@
 
 import torch
 
-from dspark.kernels import MAX_TOKENS
+from dspark.kernels.checks import expect, expect_window
 from dspark.kernels.kda import reference
 from dspark.kernels.kda.reference import (
-    CHUNK_TOKENS,
-    DeltaRule,
     chunked,
     gated_rms_norm,
     history_after,
     l2norm,
     log_decay,
+    prepare,
     recurrence,
     short_conv,
     state_after,
 )
 
-__all__ = [
-    "CHUNK_TOKENS",
-    "DeltaRule",
-    "chunked",
-    "commit",
-    "gated_rms_norm",
-    "history_after",
-    "l2norm",
-    "log_decay",
-    "recurrence",
-    "short_conv",
-    "state_after",
-    "verify",
-]
+__all__ = ["chunked", "commit", "gated_rms_norm", "history_after", "l2norm", "log_decay", "prepare", "recurrence"]
+__all__ += ["short_conv", "state_after", "verify"]
 
 
 def verify(
-    projected_TC: torch.Tensor,
-    history_WC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    state_HEF: torch.Tensor,
-    lower_bound: float,
-    *,
-    is_chained: bool = False,
+    prepared_TC: torch.Tensor, state_HEF: torch.Tensor, dtype: torch.dtype, *, is_chained: bool = False
 ) -> torch.Tensor:
-    """The outputs of T = 1..16 further tokens of one sequence, from the in-projection's rows; changes nothing.
+    """The outputs of T = 1..16 further tokens of one sequence, from what ``prepare`` gives; changes nothing.
 
-    Chained, the state is read before the predecessor has finished: it must not be what writes it
-    (``commit``). One that writes the projection stands between them anyway.
+    Chained, the state is read before the predecessor has finished: it must not be what writes it (``commit``).
 
-    Shapes: projected_TC rows [q | k | v | f | g | b] of widths HE, HE, HF, HE, HF, H (E = F; g is not read here);
-    history_WC the J - 1 inputs [q | k | v] before them; conv_CJ J taps of those channels; state_HEF float32.
-    Returns: o_THF in the projection's dtype. Raises: ValueError on a shape, dtype or stride that does not fit.
+    Shapes: prepared_TC rows [q | k | v | decay | g | beta] of widths HE, HE, HF, HE, HF, H (E = F; g is not read here)
+    and state_HEF, both in float32 (float64 on the CPU), contiguous. Returns: o_THF in ``dtype``.
+    Raises: ValueError on a shape, dtype or stride that does not fit.
     """
-    _check(projected_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF, ())
-    if not projected_TC.is_cuda:
-        return reference.verify(projected_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF, lower_bound)
+    _check(prepared_TC, state_HEF, ())
+    if not prepared_TC.is_cuda:
+        return reference.verify(prepared_TC, state_HEF, dtype)
     from dspark.kernels.kda import kernel  # Triton, which a CPU may lack
 
-    return kernel.verify(
-        projected_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF, lower_bound, is_chained=is_chained
-    )
+    return kernel.verify(prepared_TC, state_HEF, dtype, is_chained=is_chained)
 
 
 def commit(
     projected_LTC: torch.Tensor,
+    prepared_LTC: torch.Tensor,
     history_LWC: torch.Tensor,
-    conv_LCJ: torch.Tensor,
-    a_log_LH: torch.Tensor,
-    dt_bias_LHE: torch.Tensor,
     state_LHEF: torch.Tensor,
-    lower_bound: float,
     count_1: torch.Tensor,
     *,
     is_chained: bool = False,
 ) -> None:
     """Bring the states and histories of L layers the first ``count_1`` of their T tokens on, in place, in one launch.
 
-    Shapes: as ``verify`` takes them, stacked over the layers; count_1 int64 on the tensors' device, 0..T (0 changes
-    nothing). Raises: ValueError as ``verify``.
+    Shapes: as ``prepare`` and ``verify`` take them, stacked over the layers; count_1 int64 on the tensors' device, 0..T
+    (0 changes nothing). Chained: as ``verify``. Raises: ValueError as ``verify``.
     """
-    _check(projected_LTC, history_LWC, conv_LCJ, a_log_LH, dt_bias_LHE, state_LHEF, state_LHEF.shape[:1])
-    if count_1.shape != (1,) or count_1.dtype != torch.int64:
-        raise ValueError(f"count_1: found {count_1.dtype} {tuple(count_1.shape)}, expected torch.int64 (1,)")
-    if not projected_LTC.is_cuda:
-        return reference.commit(
-            projected_LTC, history_LWC, conv_LCJ, a_log_LH, dt_bias_LHE, state_LHEF, lower_bound, count_1
-        )
+    _check(prepared_LTC, state_LHEF, state_LHEF.shape[:1])
+    num_layers, num_heads, width, _ = state_LHEF.shape
+    history_shape = (num_layers, history_LWC.shape[1], 3 * num_heads * width)
+    expect("count_1", count_1, (1,), torch.int64)
+    expect("projected_LTC", projected_LTC, tuple(prepared_LTC.shape), history_LWC.dtype, num_strided=2)
+    expect("history_LWC", history_LWC, history_shape, history_LWC.dtype)
+    if not prepared_LTC.is_cuda:
+        return reference.commit(projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1)
     from dspark.kernels.kda import kernel  # Triton, which a CPU may lack
 
-    return kernel.commit(
-        projected_LTC,
-        history_LWC,
-        conv_LCJ,
-        a_log_LH,
-        dt_bias_LHE,
-        state_LHEF,
-        lower_bound,
-        count_1,
-        is_chained=is_chained,
-    )
+    return kernel.commit(projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1, is_chained=is_chained)
 
 
-def _check(
-    projected: torch.Tensor,
-    history: torch.Tensor,
-    conv: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    lead: tuple[int, ...],
-) -> None:
-    num_heads, width = state.shape[-3], state.shape[-1]
-    num_tokens, num_taps, inner = projected.shape[-2], conv.shape[-1], num_heads * width
-    if not 1 <= num_tokens <= MAX_TOKENS:
-        raise ValueError(f"projected: found {num_tokens} tokens, expected 1 to {MAX_TOKENS}")
-    shapes = {
-        "projected": (projected, (num_tokens, 5 * inner + num_heads)),
-        "history": (history, (num_taps - 1, 3 * inner)),
-        "conv": (conv, (3 * inner, num_taps)),
-        "a_log": (a_log, (num_heads,)),
-        "dt_bias": (dt_bias, (num_heads, width)),
-        "state": (state, (num_heads, width, width)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tensor.shape != (*lead, *shape):
-            raise ValueError(f"{name}: found shape {tuple(tensor.shape)}, expected {(*lead, *shape)}")
-        if name != "projected" and not tensor.is_contiguous():
-            raise ValueError(f"{name}: found strides {tensor.stride()}, expected a contiguous tensor")
-    if projected.stride(-1) != 1:
-        raise ValueError(f"projected: found stride {projected.stride(-1)} between channels, expected 1")
-    wide = torch.promote_types(projected.dtype, torch.float32)
-    if history.dtype != projected.dtype or state.dtype != wide:
-        found = f"{history.dtype} and {state.dtype}"
-        raise ValueError(f"history and state: found {found}, expected {projected.dtype} and {wide}")
+def _check(prepared: torch.Tensor, state: torch.Tensor, lead: tuple[int, ...]) -> None:
+    num_heads, width, num_tokens = state.shape[-3], state.shape[-1], prepared.shape[-2]
+    expect_window("prepared", num_tokens)
+    expect("state", state, (*lead, num_heads, width, width), torch.float32, torch.float64)
+    expect("prepared", prepared, (*lead, num_tokens, num_heads * (5 * width + 1)), state.dtype)

@@ -1,10 +1,8 @@
 """Kimi Delta Attention over one step's tokens on the GPU: ``verify`` and ``commit`` of reference.py.
 
-A warp owns 4 columns of a head's state (or a multiple) with all their rows: lane l holds the rows l, l + 32, ..., so
-that a key is one number a lane and 32 rows, four columns are one 16-byte load, and a sum over the rows is a chain of
-multiply-adds and one butterfly within the warp. No vector ever changes its layout.
-What all columns of a head share (k, decay, q: convolution, norm, gate) is prepared once a program, a token a warp, and
-passed through global memory under one barrier.
+A warp owns up to 4 columns of a head's state with all their rows: lane l holds the rows l, l + 32, ..., so that a key
+is one number a lane and 32 rows, four columns are one 16-byte load, and a sum over the rows is a chain of multiply-adds
+and one butterfly within the warp. No vector ever changes its layout and no warp waits for another.
 The rule of a token is ``rule.advance`` for both kernels, every multiply-add is written out and the compiler's own
 fusion is off: the bits depend neither on the kernel nor on T nor on the tiling.
 """
@@ -15,294 +13,139 @@ import triton.language as tl
 
 from dspark.kernels import launch
 from dspark.kernels.kda.rule import (
-    COLUMNS,
+    EPS,
     LANES,
     advance,
+    fade,
     load_rows,
     load_state,
+    load_token,
     places,
+    product,
     store_state,
-    upright,
-    write_output,
-)
-from dspark.kernels.kda.staging import load_staged, stage
+)  # fmt: skip
 
-VERIFY_WARPS, VERIFY_GROUPS = 4, 1
-"""Warps a program and groups of four columns a warp: 8 heads of 128 give 64 programs for 132 SMs, a warp to each of an
+VERIFY_WARPS, VERIFY_COLUMNS = 4, 2
+"""Warps a program and columns a warp (1, 2 or 4): 8 heads of 128 give 128 programs for 132 SMs, a warp to each of an
 SM's four schedulers."""
-COMMIT_WARPS, COMMIT_GROUPS = 4, 4
-"""One program a head, since it overwrites the history that all columns read. At 153 registers three fit on an SM: 35
-layers of 8 heads are one wave."""
+VERIFY_REGISTERS = 128
+"""With so many allowed, the assembler lays the sums over the rows side by side; left alone, it saves registers instead
+and takes one after the other: by its own latencies twice the time for a token."""
+COMMIT_WARPS, COMMIT_COLUMNS = 4, 4
+"""Whole sectors of the state to every program, and many of them on an SM."""
 
 
 @triton.jit
 def verify_kernel(
-    o_ptr,
-    staged_ptr,
-    projected_ptr,
-    history_ptr,
-    conv_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    state_ptr,
-    lower_bound,
-    scale,
-    num_tokens,
-    STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    J: tl.constexpr,
-    WARPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
+    o_ptr, prepared_ptr, state_ptr, scale, num_tokens, H: tl.constexpr, E: tl.constexpr, WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
     """Program (tile of columns, head): all tokens of those columns. The state is read before the wait.
 
-    The warps of a program share out the tokens to prepare and meet at one barrier.
+    The output of a token, S^T q with S = faded + k delta^T, is taken as faded^T q + (k q) delta: all sums over the rows
+    are side by side, and only that of faded^T k is waited for by the next token.
     """
     PIECES: tl.constexpr = (E + LANES - 1) // LANES
-    TILE: tl.constexpr = WARPS * GROUPS * COLUMNS
+    C: tl.constexpr = 5 * H * E + H
     head = tl.program_id(1)
-    rows, row_masks, columns, column_masks = places(tl.program_id(0), E, WARPS, GROUPS, PIECES)
-    state = load_state(state_ptr + head * E * E, columns, column_masks, E, WARPS, PIECES, GROUPS)
-    staged_ptr += (tl.program_id(0) * H + head) * num_tokens * (4 * E)
+    lanes, columns, mask = places(tl.program_id(0), E, WARPS, COLUMNS)
+    state = load_state(state_ptr + head * E * E, lanes, columns, mask, E, PIECES)
     launch.wait(IS_CHAINED)
     launch.signal(IS_CHAINED)
-    for step in range((num_tokens + WARPS - 1) // WARPS):
-        stage(
-            staged_ptr,
-            projected_ptr,
-            history_ptr,
-            conv_ptr,
-            a_log_ptr + head,
-            dt_bias_ptr + head * E,
-            lower_bound,
-            scale,
-            num_tokens,
-            head,
-            step,
-            tl.program_id(0) * TILE,
-            STRIDE,
-            H,
-            E,
-            J,
-            WARPS,
-            (TILE + LANES - 1) // LANES,
-            True,
-        )
-    tl.debug_barrier()  # what the warps staged is seen
-    b_ptr = projected_ptr + 5 * H * E + head
-    k, kept, v, b = load_staged(staged_ptr, b_ptr, rows, row_masks, columns, column_masks, E, PIECES, GROUPS)
-    q = load_rows(staged_ptr + 3 * E, rows, 1, row_masks, PIECES)
+    q = load_rows(prepared_ptr + head * E, lanes, E, PIECES)
+    k, kept, v, beta = load_token(prepared_ptr, head, lanes, columns, mask, H, E, PIECES)
     for t in range(num_tokens):
-        after = tl.minimum(t + 1, num_tokens - 1)  # the next token, asked for before this one is worked on
-        token_ptr = staged_ptr + after * (4 * E)
-        next_k, next_kept, next_v, next_b = load_staged(
-            token_ptr, b_ptr + after * STRIDE, rows, row_masks, columns, column_masks, E, PIECES, GROUPS
-        )
-        next_q = load_rows(token_ptr + 3 * E, rows, 1, row_masks, PIECES)
-        state = advance(state, upright(kept, PIECES), upright(k, PIECES), v, tl.sigmoid(b), PIECES, GROUPS)
-        out_ptr = o_ptr + (t * H + head) * E
-        write_output(out_ptr, state, upright(q, PIECES), columns, column_masks, WARPS, GROUPS, PIECES)
-        q, k, kept, v, b = next_q, next_k, next_kept, next_v, next_b
-
-
-@triton.jit
-def _replay(
-    staged_ptr,
-    b_ptr,
-    state_ptr,
-    count,
-    tile,
-    STRIDE: tl.constexpr,
-    E: tl.constexpr,
-    WARPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Bring a tile of columns of one head's state ``count`` >= 1 staged tokens on."""
-    PIECES: tl.constexpr = (E + LANES - 1) // LANES
-    rows, row_masks, columns, column_masks = places(tile, E, WARPS, GROUPS, PIECES)
-    state = load_state(state_ptr, columns, column_masks, E, WARPS, PIECES, GROUPS)
-    k, kept, v, b = load_staged(staged_ptr, b_ptr, rows, row_masks, columns, column_masks, E, PIECES, GROUPS)
-    for t in range(count):
-        after = tl.minimum(t + 1, count - 1)  # the next token, asked for before this one is worked on
-        next_k, next_kept, next_v, next_b = load_staged(
-            staged_ptr + after * (3 * E),
-            b_ptr + after * STRIDE,
-            rows,
-            row_masks,
-            columns,
-            column_masks,
-            E,
-            PIECES,
-            GROUPS,
-        )
-        state = advance(state, upright(kept, PIECES), upright(k, PIECES), v, tl.sigmoid(b), PIECES, GROUPS)
-        k, kept, v, b = next_k, next_kept, next_v, next_b
-    store_state(state_ptr, state, columns, column_masks, E, WARPS, PIECES, GROUPS)
+        next_q, next_k, next_kept, next_v, next_beta = q, k, kept, v, beta
+        if t + 1 < num_tokens:  # asked for before this token is worked on
+            next_ptr = prepared_ptr + (t + 1) * C
+            next_q = load_rows(next_ptr + head * E, lanes, E, PIECES)
+            next_k, next_kept, next_v, next_beta = load_token(next_ptr, head, lanes, columns, mask, H, E, PIECES)
+        faded = fade(state, kept, PIECES)
+        kk, qq, qk = product(k, k, PIECES), product(q, q, PIECES), product(q, k, PIECES)
+        read, seen = product(faded, k, PIECES), product(faded, q, PIECES)
+        state, delta = advance(faded, read, k, kk, v, beta, PIECES)
+        o = tl.fma(delta, qk, seen) * (tl.rsqrt(qq + EPS) * scale)
+        out_ptr = o_ptr + (t * H + head) * E + columns
+        tl.store(out_ptr, tl.reshape(o, columns.shape).to(o_ptr.dtype.element_ty), mask=mask & (lanes == 0))
+        q, k, kept, v, beta = next_q, next_k, next_kept, next_v, next_beta
 
 
 @triton.jit
 def commit_kernel(
-    staged_ptr,
-    projected_ptr,
-    history_ptr,
-    conv_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    state_ptr,
-    count_ptr,
-    lower_bound,
-    LAYER_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    J: tl.constexpr,
-    WARPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILES: tl.constexpr,
-    T: tl.constexpr,
-    HISTORY_ROWS: tl.constexpr,
-    HISTORY_CHANNELS: tl.constexpr,
+    projected_ptr, prepared_ptr, history_ptr, state_ptr, count_ptr, LAYER_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, E: tl.constexpr, J: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
-):
-    """Program (head, layer): what all columns share of the first tokens, the history, then the state in tiles."""
-    C: tl.constexpr = 3 * H * E
-    head, layer = tl.program_id(0), tl.program_id(1)
-    projected_ptr += layer.to(tl.int64) * LAYER_STRIDE
-    history_ptr += layer.to(tl.int64) * ((J - 1) * C)
-    conv_ptr += layer.to(tl.int64) * (C * J)
-    a_log_ptr += layer * H + head
-    dt_bias_ptr += (layer * H + head) * E
-    state_ptr += (layer * H + head).to(tl.int64) * (E * E)
-    staged_ptr += (layer * H + head) * (T * 3 * E)
+):  # fmt: skip
+    """Program (tile of columns, head, layer): their state, and the history of their q, k and v channels."""
+    PIECES: tl.constexpr = (E + LANES - 1) // LANES
+    TILE: tl.constexpr = WARPS * COLUMNS
+    C: tl.constexpr = 5 * H * E + H
+    tile, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    prepared_ptr += layer * (T * C)
+    state_ptr += (layer * H + head) * (E * E)
+    lanes, columns, mask = places(tile, E, WARPS, COLUMNS)
+    state = load_state(state_ptr, lanes, columns, mask, E, PIECES)
     launch.wait(IS_CHAINED)
     launch.signal(IS_CHAINED)
     count = tl.load(count_ptr).to(tl.int32)
     if count > 0:
         # the history becomes the rows count, count + 1, ... of the history followed by the inputs
-        w = tl.arange(0, HISTORY_ROWS)[:, None]
-        place = tl.arange(0, HISTORY_CHANNELS)[None, :]
-        channel = (place // E * H + head) * E + place % E
-        is_written = (w < J - 1) & (place < 3 * E)
-        is_old = count + w < J - 1
-        old = tl.load(history_ptr + (count + w) * C + channel, mask=is_written & is_old, other=0.0)
-        new_ptr = projected_ptr + (count + w - (J - 1)) * STRIDE + channel
-        new = tl.load(new_ptr, mask=is_written & (count + w >= J - 1), other=0.0)
-        for step in range((count + WARPS - 1) // WARPS):
-            stage(
-                staged_ptr,
-                projected_ptr,
-                history_ptr,
-                conv_ptr,
-                a_log_ptr,
-                dt_bias_ptr,
-                lower_bound,
-                1.0,
-                count,
-                head,
-                step,
-                0,
-                STRIDE,
-                H,
-                E,
-                J,
-                WARPS,
-                (E + LANES - 1) // LANES,
-                False,
-            )
-        tl.debug_barrier()  # every warp has read the history, and what it staged is seen
-        tl.store(history_ptr + w * C + channel, tl.where(is_old, old, new.to(old.dtype)), mask=is_written)
-        for tile in range(TILES):
-            _replay(staged_ptr, projected_ptr + 5 * H * E + head, state_ptr, count, tile, STRIDE, E, WARPS, GROUPS)
+        place = tl.arange(0, 4 * TILE)  # q, k, v and nothing
+        column = tile * TILE + place % TILE
+        channel = (place // TILE * H + head) * E + column
+        is_input = (place < 3 * TILE) & (column < E)
+        old_ptr = history_ptr + layer * ((J - 1) * 3 * H * E) + channel
+        new_ptr = projected_ptr + layer * LAYER_STRIDE + channel
+        inputs = ()
+        for w in tl.static_range(J - 1):
+            row = count + w
+            old = tl.load(old_ptr + row * (3 * H * E), mask=is_input & (row < J - 1), other=0.0)
+            new = tl.load(new_ptr + (row - (J - 1)) * STRIDE, mask=is_input & (row >= J - 1), other=0.0)
+            inputs += (tl.where(row < J - 1, old, new),)
+        for w in tl.static_range(J - 1):  # a thread has read all rows of its channels
+            tl.store(old_ptr + w * (3 * H * E), inputs[w], mask=is_input)
+        k, kept, v, beta = load_token(prepared_ptr, head, lanes, columns, mask, H, E, PIECES)
+        for t in range(count):
+            next_k, next_kept, next_v, next_beta = k, kept, v, beta
+            if t + 1 < count:
+                next_ptr = prepared_ptr + (t + 1) * C
+                next_k, next_kept, next_v, next_beta = load_token(next_ptr, head, lanes, columns, mask, H, E, PIECES)
+            square = product(k, k, PIECES)
+            faded = fade(state, kept, PIECES)
+            state, _ = advance(faded, product(faded, k, PIECES), k, square, v, beta, PIECES)
+            k, kept, v, beta = next_k, next_kept, next_v, next_beta
+        store_state(state_ptr, state, lanes, columns, mask, E, PIECES)
+
+
+def _warps(most: int, width: int, columns: int) -> int:
+    return min(most, triton.next_power_of_2(triton.cdiv(width, columns)))
 
 
 def verify(
-    projected_TC: torch.Tensor,
-    history_WC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    state_HEF: torch.Tensor,
-    lower_bound: float,
-    *,
-    is_chained: bool = False,
-    num_warps: int | None = None,
-    groups: int = VERIFY_GROUPS,
-) -> torch.Tensor:
-    """``reference.verify``; a program owns num_warps * groups * 4 columns of a head."""
-    num_tokens, (num_heads, width, _) = len(projected_TC), state_HEF.shape
-    warps = num_warps or min(VERIFY_WARPS, triton.next_power_of_2(triton.cdiv(width, 4 * groups)))
-    tiles = triton.cdiv(width, 4 * groups * warps)
-    o_THF = projected_TC.new_empty(num_tokens, num_heads, width)
-    staged = state_HEF.new_empty(tiles, num_heads, num_tokens, 4, width)
-    verify_kernel[(tiles, num_heads)](
-        o_THF,
-        staged,
-        projected_TC,
-        history_WC,
-        conv_CJ,
-        a_log_H,
-        dt_bias_HE,
-        state_HEF,
-        lower_bound,
-        width**-0.5,
-        num_tokens,
-        STRIDE=projected_TC.stride(0),
-        H=num_heads,
-        E=width,
-        J=conv_CJ.shape[1],
-        WARPS=warps,
-        GROUPS=groups,
-        num_warps=warps,
-        enable_fp_fusion=False,
-        **launch.options(is_chained),
-    )
+    prepared_TC: torch.Tensor, state_HEF: torch.Tensor, dtype: torch.dtype, *, is_chained: bool = False,
+    num_warps: int | None = None, columns: int = VERIFY_COLUMNS,
+) -> torch.Tensor:  # fmt: skip
+    """``reference.verify``; a program owns num_warps * columns columns of a head."""
+    num_tokens, (num_heads, width, _) = len(prepared_TC), state_HEF.shape
+    warps = num_warps or _warps(VERIFY_WARPS, width, columns)
+    o_THF = prepared_TC.new_empty(num_tokens, num_heads, width, dtype=dtype)
+    verify_kernel[(triton.cdiv(width, columns * warps), num_heads)](
+        o_THF, prepared_TC, state_HEF, width**-0.5, num_tokens, H=num_heads, E=width, WARPS=warps, COLUMNS=columns,
+        num_warps=warps, maxnreg=VERIFY_REGISTERS, enable_fp_fusion=False, **launch.options(is_chained),
+    )  # fmt: skip
     return o_THF
 
 
 def commit(
-    projected_LTC: torch.Tensor,
-    history_LWC: torch.Tensor,
-    conv_LCJ: torch.Tensor,
-    a_log_LH: torch.Tensor,
-    dt_bias_LHE: torch.Tensor,
-    state_LHEF: torch.Tensor,
-    lower_bound: float,
-    count_1: torch.Tensor,
-    *,
-    is_chained: bool = False,
-    num_warps: int | None = None,
-    groups: int = COMMIT_GROUPS,
-) -> None:
-    """``reference.commit``; a program owns a head and goes through it by num_warps * groups * 4 columns."""
+    projected_LTC: torch.Tensor, prepared_LTC: torch.Tensor, history_LWC: torch.Tensor, state_LHEF: torch.Tensor,
+    count_1: torch.Tensor, *, is_chained: bool = False, num_warps: int | None = None, columns: int = COMMIT_COLUMNS,
+) -> None:  # fmt: skip
+    """``reference.commit``; a program owns num_warps * columns columns of a head."""
     num_layers, num_heads, width, _ = state_LHEF.shape
-    num_taps = conv_LCJ.shape[2]
-    warps = num_warps or min(COMMIT_WARPS, triton.next_power_of_2(triton.cdiv(width, 4 * groups)))
-    num_tokens = projected_LTC.shape[1]
-    staged = state_LHEF.new_empty(num_layers, num_heads, num_tokens, 3, width)
-    commit_kernel[(num_heads, num_layers)](
-        staged,
-        projected_LTC,
-        history_LWC,
-        conv_LCJ,
-        a_log_LH,
-        dt_bias_LHE,
-        state_LHEF,
-        count_1,
-        lower_bound,
-        LAYER_STRIDE=projected_LTC.stride(0),
-        STRIDE=projected_LTC.stride(1),
-        H=num_heads,
-        E=width,
-        J=num_taps,
-        WARPS=warps,
-        GROUPS=groups,
-        TILES=triton.cdiv(width, 4 * groups * warps),
-        T=num_tokens,
-        HISTORY_ROWS=triton.next_power_of_2(num_taps - 1),
-        HISTORY_CHANNELS=triton.next_power_of_2(3 * width),
-        num_warps=warps,
-        enable_fp_fusion=False,
-        **launch.options(is_chained),
-    )
+    warps = num_warps or _warps(COMMIT_WARPS, width, columns)
+    commit_kernel[(triton.cdiv(width, columns * warps), num_heads, num_layers)](
+        projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1,
+        LAYER_STRIDE=projected_LTC.stride(0), STRIDE=projected_LTC.stride(1), T=projected_LTC.shape[1],
+        H=num_heads, E=width, J=history_LWC.shape[1] + 1, WARPS=warps, COLUMNS=columns,
+        num_warps=warps, enable_fp_fusion=False, **launch.options(is_chained),
+    )  # fmt: skip

@@ -167,63 +167,51 @@ def _join(x: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return x.flatten(2, 3).transpose(1, 2)[:, :num_tokens]
 
 
-def verify(
+def prepare(
     projected_TC: torch.Tensor,
     history_WC: torch.Tensor,
     conv_CJ: torch.Tensor,
     a_log_H: torch.Tensor,
     dt_bias_HE: torch.Tensor,
-    state_HEF: torch.Tensor,
     lower_bound: float,
 ) -> torch.Tensor:
-    """The outputs [T, H, F] of T further tokens of one sequence, in the projection's dtype; changes nothing.
+    """What of a layer's in-projection is elementwise or along tokens, in float32 or higher.
 
-    Shapes: projected_TC the rows of the in-projection, [q | k | v | f | g | b] of widths 3 HE, HE, HF, H (g is not
-    read); history_WC the J - 1 inputs q | k | v before them; state_HEF in the wide dtype.
+    Shapes: projected_TC rows [q | k | v | f | g | b] of widths HE, HE, HF, HE, HF, H (E = F); history_WC the J - 1
+    inputs q | k | v before them. Returns: prepared_TC with convolution and SiLU of q | k | v, of f the share that a
+    key channel keeps (exp of the log decay), of g | b the sigmoid.
     """
-    staged = _staged(projected_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF, lower_bound)
-    return recurrence(*staged).o_BTHF[0].to(projected_TC.dtype)
+    (num_heads, width), mixed = dt_bias_HE.shape, conv_CJ.shape[0]
+    wide_TC = projected_TC.to(torch.promote_types(projected_TC.dtype, torch.float32))
+    inputs_TC, f_TC, gates_TC = wide_TC.split((mixed, num_heads * width, num_heads * (width + 1)), -1)
+    mixed_BTC = short_conv(torch.cat((history_WC.to(wide_TC.dtype), inputs_TC))[None], conv_CJ)
+    decay_THE = log_decay(f_TC.unflatten(-1, (num_heads, width)), a_log_H, dt_bias_HE, lower_bound).exp()
+    return torch.cat((mixed_BTC[0], decay_THE.flatten(1), gates_TC.sigmoid()), -1)
+
+
+def verify(prepared_TC: torch.Tensor, state_HEF: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The outputs [T, H, F] in ``dtype`` of T further prepared tokens of one sequence; changes nothing."""
+    return _replay(prepared_TC, state_HEF).o_BTHF[0].to(dtype)
 
 
 def commit(
     projected_LTC: torch.Tensor,
+    prepared_LTC: torch.Tensor,
     history_LWC: torch.Tensor,
-    conv_LCJ: torch.Tensor,
-    a_log_LH: torch.Tensor,
-    dt_bias_LHE: torch.Tensor,
     state_LHEF: torch.Tensor,
-    lower_bound: float,
     count_1: torch.Tensor,
 ) -> None:
-    """Bring the states and histories of L layers the first ``count_1`` (0..T) of their T tokens on, in place.
-
-    Shapes: as ``verify`` takes them, stacked over the layers; count_1 int64.
-    """
+    """Bring the states and histories of L layers the first ``count_1`` (0..T, int64) of their T tokens on, in place."""
     count = int(count_1)
-    layers = zip(projected_LTC, history_LWC, conv_LCJ, a_log_LH, dt_bias_LHE, state_LHEF, strict=True)
-    for projected_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF in layers:
-        taken_TC = projected_TC[:count]
-        staged = _staged(taken_TC, history_WC, conv_CJ, a_log_H, dt_bias_HE, state_HEF, lower_bound)
-        if count:
-            state_HEF.copy_(recurrence(*staged).state_BHEF[0])
-        history_WC.copy_(torch.cat((history_WC, taken_TC[:, : history_WC.shape[1]]))[count:])
+    if count:
+        for prepared_TC, state_HEF in zip(prepared_LTC, state_LHEF, strict=True):
+            state_HEF.copy_(_replay(prepared_TC[:count], state_HEF).state_BHEF[0])
+        inputs_LTC = projected_LTC[:, :count, : history_LWC.shape[2]]
+        history_LWC.copy_(torch.cat((history_LWC, inputs_LTC), 1)[:, count:])
 
 
-def _staged(
-    projected_TC: torch.Tensor,
-    history_WC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    state_HEF: torch.Tensor,
-    lower_bound: float,
-) -> tuple[torch.Tensor, ...]:
-    """What ``recurrence`` takes, from rows of the in-projection; a batch of one."""
-    num_heads, width = dt_bias_HE.shape
-    inner, mixed = num_heads * width, conv_CJ.shape[0]
-    projected_BTC = projected_TC[None].to(state_HEF.dtype)
-    inputs_BTC, f_BTC, _, b_BTH = projected_BTC.split((mixed, inner, inner, num_heads), -1)
-    window_BWC = torch.cat((history_WC[None].to(state_HEF.dtype), inputs_BTC), 1)
-    q, k, v = torch.unflatten(short_conv(window_BWC, conv_CJ), -1, (3, num_heads, width)).unbind(2)
-    decay = log_decay(f_BTC.unflatten(-1, (num_heads, width)), a_log_H, dt_bias_HE, lower_bound)
-    return l2norm(q), l2norm(k), v, decay, b_BTH.sigmoid(), state_HEF[None]
+def _replay(prepared_TC: torch.Tensor, state_HEF: torch.Tensor) -> DeltaRule:
+    num_heads, width, _ = state_HEF.shape
+    *rows_THE, beta_TH = prepared_TC.split((*(5 * [num_heads * width]), num_heads), -1)
+    q, k, v, decay, _ = (x.unflatten(-1, (num_heads, width))[None] for x in rows_THE)
+    return recurrence(l2norm(q), l2norm(k), v, decay.log(), beta_TH[None], state_HEF[None])

@@ -7,10 +7,11 @@ length lies on the device: nothing here waits for it, and nothing depends on it 
 import torch
 
 from dspark.kernels import MAX_TOKENS
+from dspark.kernels.checks import expect
 from dspark.kernels.mla import reference
-from dspark.kernels.mla.reference import absorbed_attention, causal_attention
+from dspark.kernels.mla.reference import BLOCK_ROWS, absorbed_attention, causal_attention
 
-__all__ = ["absorb", "absorbed_attention", "attend", "causal_attention", "finish"]
+__all__ = ["BLOCK_ROWS", "absorb", "absorbed_attention", "attend", "causal_attention", "finish"]
 
 
 def absorb(
@@ -41,12 +42,12 @@ def absorb(
     needed = num_heads * (nope + rope) + latent + rope
     if not 1 <= num_tokens <= MAX_TOKENS or width < needed:
         raise ValueError(f"projected_TC: expected 1..16 tokens of at least {needed}, found {list(projected_TC.shape)}")
-    _expect("projected_TC", projected_TC, (num_tokens, width), dtype)
-    _expect("norm_weight_C", norm_weight_C, (latent,), dtype)
-    _expect("keys_HEC", keys_HEC, (num_heads, nope, latent), dtype)
-    _expect("angles_JE2", angles_JE2, (num_rows, rope // 2, 2), torch.promote_types(dtype, torch.float32))
-    _expect("rows_JC", rows_JC, (num_rows, latent + rope), dtype)
-    _expect("length_1", length_1, (1,), torch.int64)
+    expect("projected_TC", projected_TC, (num_tokens, width), dtype, num_strided=1)
+    expect("norm_weight_C", norm_weight_C, (latent,), dtype)
+    expect("keys_HEC", keys_HEC, (num_heads, nope, latent), dtype, num_strided=1)
+    expect("angles_JE2", angles_JE2, (num_rows, rope // 2, 2), torch.promote_types(dtype, torch.float32))
+    expect("rows_JC", rows_JC, (num_rows, latent + rope), dtype, num_strided=1)
+    expect("length_1", length_1, (1,), torch.int64)
     inputs = (projected_TC, norm_weight_C, eps, keys_HEC, angles_JE2, rows_JC, length_1)
     if not projected_TC.is_cuda:
         return reference.absorb(*inputs)
@@ -71,20 +72,19 @@ def attend(
     nothing but its position, so a token's result does not depend on the tokens beside it, and the work is even at every
     length. Splits of one split's own softmax; ``finish`` merges them.
 
-    Shapes: q_THC and rows_JC as ``absorb`` gives them; rows before ``length+T`` finite. Returns context_STHC float32
-    [num_splits, T, H, value_width], undefined where a split sees no row, and lse_STH, float32, the natural logarithm of
-    the split's sum of exponents, -inf there.
+    Shapes: q_THC and rows_JC as ``absorb`` gives them; rows before ``length+T`` finite. Returns context_STHC
+    [num_splits, T, H, value_width] in q's dtype, undefined where a split sees no row, and lse_STH, float32, the natural
+    logarithm of the split's sum of exponents, -inf there. In a chain the predecessor may write rows ``length ..
+    length+T-1`` but not the length nor the rows before it, which are read early.
     Raises: ValueError for another shape or dtype.
     """
     num_tokens, num_heads, width = q_THC.shape
     if not 1 <= num_tokens <= MAX_TOKENS or not 0 < value_width <= width or num_splits < 1:
-        raise ValueError(
-            f"expected 1..16 tokens, a value_width in 1..{width} and at least one split, "
-            f"found {num_tokens} tokens, value_width {value_width} and {num_splits} splits"
-        )
-    _expect("q_THC", q_THC, (num_tokens, num_heads, width), q_THC.dtype)
-    _expect("rows_JC", rows_JC, (rows_JC.shape[0], width), q_THC.dtype)
-    _expect("length_1", length_1, (1,), torch.int64)
+        found = f"{num_tokens} tokens, value_width {value_width} and {num_splits} splits"
+        raise ValueError(f"expected 1..16 tokens, a value_width in 1..{width} and at least one split, found {found}")
+    expect("q_THC", q_THC, (num_tokens, num_heads, width), q_THC.dtype)
+    expect("rows_JC", rows_JC, (rows_JC.shape[0], width), q_THC.dtype, num_strided=1)
+    expect("length_1", length_1, (1,), torch.int64)
     if not q_THC.is_cuda:
         return reference.attend(q_THC, rows_JC, length_1, value_width, scale, num_splits)
     from dspark.kernels.mla import kernel
@@ -110,25 +110,12 @@ def finish(
     num_splits, num_tokens, num_heads, latent = context_STHC.shape
     dtype = gate_TH.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    _expect("context_STHC", context_STHC, (num_splits, num_tokens, num_heads, latent), wide)
-    _expect("lse_STH", lse_STH, (num_splits, num_tokens, num_heads), wide)
-    _expect("values_HFC", values_HFC, (num_heads, values_HFC.shape[1], latent), dtype)
-    _expect("gate_TH", gate_TH, (num_tokens, num_heads), dtype)
+    expect("context_STHC", context_STHC, (num_splits, num_tokens, num_heads, latent), dtype)
+    expect("lse_STH", lse_STH, (num_splits, num_tokens, num_heads), wide)
+    expect("values_HFC", values_HFC, (num_heads, values_HFC.shape[1], latent), dtype, num_strided=1)
+    expect("gate_TH", gate_TH, (num_tokens, num_heads), dtype, num_strided=1)
     if not gate_TH.is_cuda:
         return reference.finish(context_STHC, lse_STH, values_HFC, gate_TH)
     from dspark.kernels.mla import kernel
 
     return kernel.finish(context_STHC, lse_STH, values_HFC, gate_TH, is_chained=is_chained)
-
-
-_STRIDED = ("projected_TC", "keys_HEC", "values_HFC", "gate_TH", "rows_JC")
-"""Tensors whose first dimension may have any stride."""
-
-
-def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    inner = tensor[0] if name in _STRIDED else tensor
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not inner.is_contiguous():
-        raise ValueError(
-            f"{name}: expected {list(shape)} {dtype}, contiguous{' rows' if name in _STRIDED else ''}, "
-            f"found {list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
-        )

@@ -1,74 +1,59 @@
 """The absorbed form in Triton: three launches around the latent cache.
 
 absorb: a program owns one head and a tile of latent columns (its key weights are read before the wait), or one token:
-its norm, rotations and cache row. attend: a program owns one split and one tile of (token, head) rows. The cache block
-is the large side of both products (scores [rows of the block, tile], context [latent, tile]), so that a tile of 16 or
-32 rows still fills the tensor cores' 64 and the whole latent fits in registers: 512 x 32 float32 is 64 KB a program.
-finish: a program owns one (token, head) and a tile of its values: it merges the splits and multiplies.
-Tile sizes depend on the shapes of the model, never on T or the length, and no code is specialised on those: a token's
-bits depend on neither.
+its norm, rotations and cache row. It also asks the committed rows into L2 for attend.
+attend: a program owns one split and up to 64 (token, head) rows. It reads its first blocks into registers before the
+wait, but for the rows that absorb writes, and works them off as one: 128 cached rows are the large side of both
+products (scores [cached rows, tile], context [latent, tile]), so that no warp repeats another's scores, and the whole
+latent fits in registers: 512 x 64 float32 is 128 KB. Where a split has more than two blocks, tiles are smaller and a
+loop follows, one block after the other.
+finish: a program owns one (token, head): it merges the splits, all of them on their way at once, and multiplies.
+Tile sizes depend on the shapes of the model and its cache, never on T or the length, and no code is specialised on
+those: a token's bits depend on neither.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from dspark.kernels import MAX_TOKENS, launch
-from dspark.kernels.launch import signal, wait
+from dspark.kernels.launch import prefetch_lines, signal, wait
+from dspark.kernels.mla.reference import BLOCK_ROWS
 
-BLOCK_ROWS = 64
-"""Cached rows a block: also the unit that splits share out, so it is part of a result's bits."""
+COLUMNS, AHEAD = 32, 64
+"""Of ``absorb``: 128 programs at 8 heads of a 512-wide latent, of which each asks for that many rows for ``attend``."""
 
 
-@dataclass(frozen=True)
-class AttendTiles:
-    """Tiles of ``attend``.
+def attend_tiles(dtype: torch.dtype, num_steps: int) -> tuple[int, int, int]:
+    """For splits of ``num_steps`` blocks: (token, head) rows of a program at most, blocks it holds, stages of its loop.
 
-    rows: (token, head) pairs a program. Four tokens at 8 heads: at T = 9 the cache is read three times from L2 and once
-    from memory. 64 rows spill. stages: blocks in flight, 72 KB each. float32 blocks are twice as large, and their
-    products run without tensor cores.
+    The number of tokens has no say: a token keeps its bits. Two held blocks and 64 rows fill a multiprocessor: 8 warps
+    of 254 registers, 216 KB; with a loop they spill. float32 blocks are twice as large, and their products run without
+    tensor cores.
     """
+    if dtype == torch.float32:
+        return 16, 1, 1
+    return (64, 2, 1) if num_steps <= 2 else (32, 2, 2)
 
-    rows: int
-    num_warps: int
-    num_stages: int
 
-
-def attend_tiles(dtype: torch.dtype) -> AttendTiles:
-    """The default tiles for a dtype; the number of tokens has no say, so that it does not change a token's bits."""
-    return AttendTiles(16, 8, 1) if dtype == torch.float32 else AttendTiles(32, 8, 2)
+@triton.jit
+def prefetch_block(
+    rows, block, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, IS_CHAINED: tl.constexpr
+):  # fmt: skip
+    """Ask a block's rows before ``end`` into L2."""
+    BYTES: tl.constexpr = STRIDE * rows.dtype.element_ty.primitive_bitwidth // 8
+    first = tl.cast(block, tl.int64) * BLOCK
+    prefetch_lines(rows, first * BYTES // 128, tl.minimum(first + BLOCK, end) * BYTES, LINES, IS_CHAINED)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def absorb_kernel(
-    projected,
-    norm_weight,
-    keys,
-    angles,
-    rows,
-    length,
-    q,
-    eps,
-    num_tokens,
-    num_rows,
-    PROJECTED_STRIDE: tl.constexpr,
-    KEYS_STRIDE: tl.constexpr,
-    ROWS_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    LATENT: tl.constexpr,
-    NOPE_PAD: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    PAIRS_PAD: tl.constexpr,
-    LATENT_PAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DOT: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
+    projected, norm_weight, keys, angles, rows, length, q, eps, num_tokens, num_rows,
+    PROJECTED_STRIDE: tl.constexpr, KEYS_STRIDE: tl.constexpr, ROWS_STRIDE: tl.constexpr, HEADS: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, NOPE_PAD: tl.constexpr, HEADS_PAD: tl.constexpr,
+    PAIRS_PAD: tl.constexpr, LATENT_PAD: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr, LINES: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
     """A token's cache row and rotated queries, or a head's queries through its key weights."""
     dtype: tl.constexpr = q.dtype.element_ty
     if tl.program_id(0) < num_tokens:  # one token's cache row and rotated queries
@@ -116,6 +101,7 @@ def absorb_kernel(
         keys_EC = tl.load(keys_EC, mask=is_key_EC, other=0.0)
         wait(IS_CHAINED)
         signal(IS_CHAINED)
+        prefetch_block(rows, program, tl.minimum(tl.load(length), num_rows), ROWS_STRIDE, AHEAD, LINES, IS_CHAINED)
         is_token_T = token_T < num_tokens
         q_TE = projected + token_T[:, None] * PROJECTED_STRIDE + head * (NOPE + ROPE) + place_E[None, :]
         q_TE = tl.load(q_TE, mask=is_token_T[:, None] & (place_E < NOPE)[None, :], other=0.0)
@@ -124,109 +110,132 @@ def absorb_kernel(
         tl.store(q + place_TC, absorbed_TC.to(dtype), mask=is_token_T[:, None] & (column_C < LATENT)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_splits"])
-def attend_kernel(
-    q,
-    rows,
-    length,
-    context,
-    lse,
-    scale_log2,
-    num_tokens,
-    num_rows,
-    num_splits,
-    ROWS_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    VALUE: tl.constexpr,
-    ROPE: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
+@triton.jit
+def packed(x, IS_CHAINED: tl.constexpr):
+    """x; nothing that follows happens earlier: 16-bit numbers stay two in a register, and a load is not waited for."""
+    if IS_CHAINED and x.dtype.primitive_bitwidth == 16:  # not in the interpreter
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
+def rows_of(
+    rows, row_J, is_read_J, latent_JC, rope_JE, STRIDE: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
+    VALUE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
+):  # fmt: skip
+    """Cached rows where they are read, and latent_JC and rope_JE elsewhere."""
+    column_C, place_E = tl.arange(0, VALUE_PAD)[None, :], tl.arange(0, ROPE_PAD)[None, :]
+    at_J = rows + row_J.to(tl.int64)[:, None] * STRIDE
+    is_read_J = is_read_J[:, None]
+    latent_JC = tl.load(at_J + column_C, mask=is_read_J & (column_C < VALUE), other=latent_JC, cache_modifier=".cg")
+    rope_JE = tl.load(at_J + VALUE + place_E, mask=is_read_J & (place_E < ROPE), other=rope_JE, cache_modifier=".cg")
+    return latent_JC, rope_JE
+
+
+@triton.jit
+def queries(
+    q, first, end, VALUE: tl.constexpr, ROPE: tl.constexpr, VALUE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DOT: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
-    """A split's softmax and weighted sum for a tile of (token, head) rows."""
-    split, tile = tl.program_id(0), tl.program_id(1)
+):  # fmt: skip
+    """Query rows first .. end - 1, and the start of their softmax: maximum, sum, context."""
+    row_N = first + tl.arange(0, TILE)
+    column_C, place_E = tl.arange(0, VALUE_PAD)[None, :], tl.arange(0, ROPE_PAD)[None, :]
+    at_N, is_row_N = q + row_N[:, None] * (VALUE + ROPE), (row_N < end)[:, None]
+    q_NC = tl.load(at_N + column_C, mask=is_row_N & (column_C < VALUE), other=0.0)
+    q_NE = tl.load(at_N + VALUE + place_E, mask=is_row_N & (place_E < ROPE), other=0.0)
+    zero_N = tl.zeros([TILE], tl.float32)
+    return row_N, q_NC, q_NE, zero_N - float("inf"), zero_N, tl.zeros([VALUE_PAD, TILE], tl.float32)
+
+
+@triton.jit
+def fold(
+    latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT: tl.constexpr
+):  # fmt: skip
+    """Cached rows J join the softmax of query rows N, of which each sees the rows up to its end."""
+    scores_JN = tl.dot(latent_JC.to(DOT), tl.trans(q_NC.to(DOT)), input_precision="ieee")
+    scores_JN = tl.dot(rope_JE.to(DOT), tl.trans(q_NE.to(DOT)), scores_JN, input_precision="ieee")
+    scores_JN = tl.where(row_J[:, None] <= end_N[None, :], scores_JN * scale_log2, float("-inf"))
+    new_max_N = tl.maximum(max_N, tl.max(scores_JN, 0))
+    base_N = tl.where(new_max_N == float("-inf"), 0.0, new_max_N)
+    fade_N = tl.exp2(max_N - base_N)
+    p_JN = tl.exp2(scores_JN - base_N[None, :])
+    sum_N = sum_N * fade_N + tl.sum(p_JN, 0)
+    context_CN = tl.dot(
+        tl.trans(latent_JC.to(DOT)), p_JN.to(DOT), context_CN * fade_N[None, :], input_precision="ieee"
+    )  # fmt: skip
+    return new_max_N, sum_N, context_CN
+
+
+@triton.jit
+def write(
+    context, lse, split, count, row_N, end, is_any, max_N, sum_N, context_CN,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+):  # fmt: skip
+    """A split's results of query rows N; their context only if the split has rows to see."""
+    sum_N = tl.where(sum_N > 0, sum_N, 1.0)  # of a row that sees nothing here: its maximum says so
+    place_N, is_row_N = split * count + row_N, row_N < end
+    tl.store(lse + place_N, (max_N + tl.log2(sum_N)) * 0.6931471805599453, mask=is_row_N)
+    if is_any:
+        column_C = tl.arange(0, VALUE_PAD)[:, None]
+        mean_CN = (context_CN / sum_N[None, :]).to(context.dtype.element_ty)
+        tl.store(context + place_N[None, :] * VALUE + column_C, mean_CN, mask=is_row_N[None, :] & (column_C < VALUE))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_splits", "share"])
+def attend_kernel(
+    q, rows, length, context, lse, scale_log2, num_tokens, num_rows, num_splits, share,
+    ROWS_STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    ROPE_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+    LINES: tl.constexpr, IS_LONG: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A split's softmax and weighted sum for ``share`` (token, head) rows."""
+    split, count = tl.program_id(0), num_tokens * HEADS
+    committed = tl.load(length).to(tl.int32)
+    place_J = tl.arange(0, HELD * BLOCK)
+    held_J = (split + place_J // BLOCK * num_splits) * BLOCK + place_J % BLOCK
+    written = tl.minimum(committed, num_rows)
+    latent_JC, rope_JE = rows_of(
+        rows, held_J, held_J < written, 0.0, 0.0, ROWS_STRIDE, VALUE, ROPE, VALUE_PAD, ROPE_PAD
+    )  # fmt: skip
+    if IS_LONG:
+        prefetch_block(rows, split + HELD * num_splits, written, ROWS_STRIDE, BLOCK, LINES, IS_CHAINED)
     wait(IS_CHAINED)
     signal(IS_CHAINED)
-    WIDTH: tl.constexpr = VALUE + ROPE
-    count = num_tokens * HEADS
-    row_N = tile * TILE + tl.arange(0, TILE)
-    column_C = tl.arange(0, VALUE_PAD)
-    place_E = tl.arange(0, ROPE_PAD)
-    committed = tl.load(length).to(tl.int32)
-    end_N = committed + row_N // HEADS
-    last = tl.minimum(tile * TILE + TILE, count) - 1
-    limit = tl.minimum(committed + last // HEADS + 1, num_rows)
-    q_NC = tl.load(
-        q + row_N[:, None] * WIDTH + column_C[None, :],
-        mask=(row_N < count)[:, None] & (column_C < VALUE)[None, :],
-        other=0.0,
-    ).to(DOT)
-    q_NE = tl.load(
-        q + row_N[:, None] * WIDTH + VALUE + place_E[None, :],
-        mask=(row_N < count)[:, None] & (place_E < ROPE)[None, :],
-        other=0.0,
-    ).to(DOT)
-    max_N = tl.full([TILE], float("-inf"), tl.float32)
-    sum_N = tl.zeros([TILE], tl.float32)
-    context_CN = tl.zeros([VALUE_PAD, TILE], tl.float32)
-    for block in range(split, tl.cdiv(limit, BLOCK), num_splits):
-        row_J = block * BLOCK + tl.arange(0, BLOCK)
-        source_J = rows + row_J.to(tl.int64) * ROWS_STRIDE
-        latent_JC = tl.load(
-            source_J[:, None] + column_C[None, :],
-            mask=(row_J < limit)[:, None] & (column_C < VALUE)[None, :],
-            other=0.0,
-        ).to(DOT)
-        rope_JE = tl.load(
-            source_J[:, None] + VALUE + place_E[None, :],
-            mask=(row_J < limit)[:, None] & (place_E < ROPE)[None, :],
-            other=0.0,
-        ).to(DOT)
-        scores_JN = tl.dot(latent_JC, tl.trans(q_NC), input_precision="ieee")
-        scores_JN = tl.dot(rope_JE, tl.trans(q_NE), scores_JN, input_precision="ieee")
-        scores_JN = tl.where(row_J[:, None] <= end_N[None, :], scores_JN * scale_log2, float("-inf"))
-        new_max_N = tl.maximum(max_N, tl.max(scores_JN, 0))
-        base_N = tl.where(new_max_N == float("-inf"), 0.0, new_max_N)
-        fade_N = tl.exp2(max_N - base_N)
-        p_JN = tl.exp2(scores_JN - base_N[None, :])
-        sum_N = sum_N * fade_N + tl.sum(p_JN, 0)
-        context_CN = tl.dot(tl.trans(latent_JC), p_JN.to(DOT), context_CN * fade_N[None, :], input_precision="ieee")
-        max_N = new_max_N
-    place_N = split * count + row_N
-    sum_N = tl.where(sum_N > 0, sum_N, 1.0)  # of a row that sees nothing here: its maximum says so
-    tl.store(lse + place_N, (max_N + tl.log2(sum_N)) * 0.6931471805599453, mask=row_N < count)
-    if split * BLOCK < limit:
-        context_CN /= sum_N[None, :]
-        tl.store(
-            context + place_N[None, :] * VALUE + column_C[:, None],
-            context_CN,
-            mask=(row_N < count)[None, :] & (column_C < VALUE)[:, None],
-        )
+    first = tl.program_id(1) * share
+    end = tl.minimum(first + share, count)
+    limit = tl.minimum(committed + (end - 1) // HEADS + 1, num_rows)
+    row_N, q_NC, q_NE, max_N, sum_N, context_CN = queries(q, first, end, VALUE, ROPE, VALUE_PAD, ROPE_PAD, TILE)
+    end_N = tl.minimum(committed + row_N // HEADS, num_rows - 1)
+    fresh_J = held_J + (tl.load(length).to(tl.int32) - committed)  # held_J, but its addresses held no registers so far
+    is_fresh_J = (held_J >= committed) & (held_J < limit)
+    latent_JC, rope_JE = rows_of(
+        rows, fresh_J, is_fresh_J, latent_JC, rope_JE, ROWS_STRIDE, VALUE, ROPE, VALUE_PAD, ROPE_PAD
+    )  # fmt: skip
+    q_NC, q_NE = packed(q_NC, IS_CHAINED), packed(q_NE, IS_CHAINED)  # arrive while the rows go to shared memory
+    max_N, sum_N, context_CN = fold(
+        latent_JC, rope_JE, held_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT
+    )  # fmt: skip
+    if IS_LONG:
+        for block in range(split + HELD * num_splits, tl.cdiv(limit, BLOCK), num_splits):
+            prefetch_block(rows, block + num_splits, written, ROWS_STRIDE, BLOCK, LINES, IS_CHAINED)
+            row_J = block * BLOCK + tl.arange(0, BLOCK)
+            more_JC, more_JE = rows_of(
+                rows, row_J, row_J < limit, 0.0, 0.0, ROWS_STRIDE, VALUE, ROPE, VALUE_PAD, ROPE_PAD
+            )  # fmt: skip
+            max_N, sum_N, context_CN = fold(
+                more_JC, more_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT
+            )  # fmt: skip
+    is_any = split * BLOCK < limit
+    write(context, lse, split, count, row_N, end, is_any, max_N, sum_N, context_CN, VALUE, VALUE_PAD)
 
 
 @triton.jit(do_not_specialize=["count"])
 def finish_kernel(
-    context,
-    lse,
-    values,
-    gate,
-    o,
-    GATE_STRIDE: tl.constexpr,
-    VALUES_STRIDE: tl.constexpr,
-    count,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LATENT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LATENT_PAD: tl.constexpr,
-    AHEAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
-    """One (token, head): merge the splits, a tile of its values, the gate."""
+    context, lse, values, gate, o, GATE_STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr, count,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, LATENT_PAD: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One (token, head): merge the splits, GROUP at a time, then a tile of its values, and the gate."""
     row, tile = tl.program_id(0), tl.program_id(1)
     head, token = row % HEADS, row // HEADS
     dtype: tl.constexpr = o.dtype.element_ty
@@ -240,157 +249,90 @@ def finish_kernel(
     wait(IS_CHAINED)
     signal(IS_CHAINED)
     opening = tl.load(gate + token * GATE_STRIDE + head).to(tl.float32)
-    lse_S, parts_SC = (), ()  # all loads before the first number is needed
-    for split in tl.static_range(SPLITS):
-        lse_S = lse_S + (tl.load(lse + split * count + row),)  # noqa: RUF005
-    for split in tl.static_range(AHEAD):
-        part_C = tl.load(context + (split * count + row) * LATENT + place_C, mask=place_C < LATENT, other=0.0)
-        parts_SC = parts_SC + (part_C,)  # noqa: RUF005
-    top = lse_S[0]
-    for split in tl.static_range(1, SPLITS):
-        top = tl.maximum(top, lse_S[split])
-    total = 0.0
-    context_C = tl.zeros([LATENT_PAD], tl.float32)
-    for split in tl.static_range(SPLITS):
-        if split < AHEAD:
-            part_C = parts_SC[split]
-        else:
-            part_C = tl.load(context + (split * count + row) * LATENT + place_C, mask=place_C < LATENT, other=0.0)
-        weight = tl.exp(lse_S[split] - top)
-        total += weight
-        context_C += weight * tl.where(weight > 0, part_C, 0.0)  # what an empty split holds is undefined
-    context_C = (context_C / total).to(dtype).to(tl.float32)
-    o_F = tl.sum(values_FC.to(tl.float32) * context_C[None, :], 1).to(dtype).to(tl.float32)
+    lse_G, parts_GC = (), ()  # all loads before the first number is needed
+    for first in tl.static_range(0, SPLITS, GROUP):
+        split_G = first + tl.arange(0, GROUP)
+        is_part_GC = (split_G < SPLITS)[:, None] & (place_C < LATENT)[None, :]
+        at_GC = context + (split_G.to(tl.int64) * count + row)[:, None] * LATENT + place_C[None, :]
+        lse_G += (tl.load(lse + split_G * count + row, mask=split_G < SPLITS, other=float("-inf")),)
+        parts_GC += (tl.load(at_GC, mask=is_part_GC, other=0.0),)
+    top_G = lse_G[0]
+    for group in tl.static_range(1, len(lse_G)):
+        top_G = tl.maximum(top_G, lse_G[group])
+    top = tl.max(top_G, 0)
+    total_G = tl.zeros([GROUP], tl.float32)
+    context_GC = tl.zeros([GROUP, LATENT_PAD], tl.float32)
+    for group in tl.static_range(len(lse_G)):
+        weight_G = tl.exp(lse_G[group] - top)
+        total_G += weight_G
+        weight_GC = weight_G[:, None]  # what an empty split holds is undefined
+        context_GC += weight_GC * tl.where(weight_GC > 0, packed(parts_GC[group], IS_CHAINED).to(tl.float32), 0.0)
+    context_C = (tl.sum(context_GC, 0) / tl.sum(total_G, 0)).to(dtype).to(tl.float32)
+    o_F = tl.sum(packed(values_FC, IS_CHAINED).to(tl.float32) * context_C[None, :], 1).to(dtype).to(tl.float32)
     opened = (1.0 / (1.0 + tl.exp(-opening))).to(dtype).to(tl.float32)
     tl.store(o + row * WIDTH + column_F, (o_F * opened).to(dtype), mask=column_F < WIDTH)
 
 
+def num_lines(rows_JC: torch.Tensor, count: int) -> int:
+    """How many lines of 128 bytes ``count`` rows take, as a power of two."""
+    return int(triton.next_power_of_2(triton.cdiv(count * rows_JC.stride(0) * rows_JC.element_size(), 128)))
+
+
 def absorb(
-    projected_TC: torch.Tensor,
-    norm_weight_C: torch.Tensor,
-    eps: float,
-    keys_HEC: torch.Tensor,
-    angles_JE2: torch.Tensor,
-    rows_JC: torch.Tensor,
-    length_1: torch.Tensor,
-    *,
-    columns: int = 32,
-    num_warps: int = 4,
-    is_chained: bool = False,
-) -> torch.Tensor:
-    """See ``dspark.kernels.mla.absorb``. 32 columns a program give 128 programs at 8 heads of a 512-wide latent."""
+    projected_TC: torch.Tensor, norm_weight_C: torch.Tensor, eps: float, keys_HEC: torch.Tensor,
+    angles_JE2: torch.Tensor, rows_JC: torch.Tensor, length_1: torch.Tensor, *, is_chained: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """See the package."""
     num_heads, nope, latent = keys_HEC.shape
     num_tokens, (num_rows, width) = len(projected_TC), rows_JC.shape
     q_THC = projected_TC.new_empty(num_tokens, num_heads, width)
-    columns = min(columns, max(16, triton.next_power_of_2(latent)))
+    columns = min(COLUMNS, max(16, triton.next_power_of_2(latent)))
     absorb_kernel[(num_tokens + num_heads * triton.cdiv(latent, columns),)](
-        projected_TC,
-        norm_weight_C,
-        keys_HEC,
-        angles_JE2,
-        rows_JC,
-        length_1,
-        q_THC,
-        eps,
-        num_tokens,
-        num_rows,
-        projected_TC.stride(0),
-        keys_HEC.stride(0),
-        rows_JC.stride(0),
-        HEADS=num_heads,
-        NOPE=nope,
-        ROPE=width - latent,
-        LATENT=latent,
-        NOPE_PAD=max(16, triton.next_power_of_2(nope)),
-        HEADS_PAD=triton.next_power_of_2(num_heads),
-        PAIRS_PAD=triton.next_power_of_2((width - latent) // 2),
-        LATENT_PAD=triton.next_power_of_2(latent),
-        COLUMNS=columns,
-        TOKENS=MAX_TOKENS,
-        DOT=launch.dot_dtype(projected_TC.dtype),
-        num_warps=num_warps,
-        **launch.options(is_chained),
-    )
+        projected_TC, norm_weight_C, keys_HEC, angles_JE2, rows_JC, length_1, q_THC, eps, num_tokens, num_rows,
+        projected_TC.stride(0), keys_HEC.stride(0), rows_JC.stride(0), HEADS=num_heads, NOPE=nope, ROPE=width - latent,
+        LATENT=latent, NOPE_PAD=max(16, triton.next_power_of_2(nope)), HEADS_PAD=triton.next_power_of_2(num_heads),
+        PAIRS_PAD=triton.next_power_of_2((width - latent) // 2), LATENT_PAD=triton.next_power_of_2(latent),
+        COLUMNS=columns, TOKENS=MAX_TOKENS, AHEAD=AHEAD, LINES=num_lines(rows_JC, AHEAD),
+        DOT=launch.dot_dtype(projected_TC.dtype), num_warps=4, **launch.options(is_chained),
+    )  # fmt: skip
     return q_THC
 
 
 def attend(
-    q_THC: torch.Tensor,
-    rows_JC: torch.Tensor,
-    length_1: torch.Tensor,
-    value_width: int,
-    scale: float,
-    num_splits: int,
-    *,
-    tiles: AttendTiles | None = None,
-    block_rows: int = BLOCK_ROWS,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``dspark.kernels.mla.attend``."""
+    q_THC: torch.Tensor, rows_JC: torch.Tensor, length_1: torch.Tensor, value_width: int, scale: float,
+    num_splits: int, *, is_chained: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See the package."""
     num_tokens, num_heads, width = q_THC.shape
-    tiles = tiles or attend_tiles(q_THC.dtype)
-    context_STHC = q_THC.new_empty(num_splits, num_tokens, num_heads, value_width, dtype=torch.float32)
+    num_steps = triton.cdiv(triton.cdiv(len(rows_JC), BLOCK_ROWS), num_splits)
+    tile, held, num_stages = attend_tiles(q_THC.dtype, num_steps)
+    context_STHC = q_THC.new_empty(num_splits, num_tokens, num_heads, value_width)
     lse_STH = q_THC.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
-    attend_kernel[(num_splits, triton.cdiv(num_tokens * num_heads, tiles.rows))](
-        q_THC,
-        rows_JC,
-        length_1,
-        context_STHC,
-        lse_STH,
-        scale * 1.4426950408889634,
-        num_tokens,
-        len(rows_JC),
-        num_splits,
-        rows_JC.stride(0),
-        HEADS=num_heads,
-        VALUE=value_width,
-        ROPE=width - value_width,
-        VALUE_PAD=max(16, triton.next_power_of_2(value_width)),
-        ROPE_PAD=max(16, triton.next_power_of_2(width - value_width)),
-        TILE=tiles.rows,
-        BLOCK=block_rows,
-        DOT=launch.dot_dtype(q_THC.dtype),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **launch.options(is_chained),
-    )
+    num_tiles = triton.cdiv(num_tokens * num_heads, tile)
+    attend_kernel[(num_splits, num_tiles)](
+        q_THC, rows_JC, length_1, context_STHC, lse_STH, scale * 1.4426950408889634, num_tokens, len(rows_JC),
+        num_splits, triton.cdiv(num_tokens * num_heads, num_tiles), ROWS_STRIDE=rows_JC.stride(0), HEADS=num_heads,
+        VALUE=value_width, ROPE=width - value_width, VALUE_PAD=max(16, triton.next_power_of_2(value_width)),
+        ROPE_PAD=max(16, triton.next_power_of_2(width - value_width)), TILE=tile, BLOCK=BLOCK_ROWS, HELD=held,
+        LINES=num_lines(rows_JC, BLOCK_ROWS), IS_LONG=num_steps > held, DOT=launch.dot_dtype(q_THC.dtype), num_warps=8,
+        num_stages=num_stages, **launch.options(is_chained),
+    )  # fmt: skip
     return context_STHC, lse_STH
 
 
 def finish(
-    context_STHC: torch.Tensor,
-    lse_STH: torch.Tensor,
-    values_HFC: torch.Tensor,
-    gate_TH: torch.Tensor,
-    *,
-    columns: int = 64,
-    ahead: int = 48,
-    num_warps: int = 8,
+    context_STHC: torch.Tensor, lse_STH: torch.Tensor, values_HFC: torch.Tensor, gate_TH: torch.Tensor, *,
     is_chained: bool = False,
-) -> torch.Tensor:
-    """See ``dspark.kernels.mla.finish``. 64 values a program give 144 programs at 9 tokens, 8 heads of 128 values."""
+) -> torch.Tensor:  # fmt: skip
+    """See the package. 128 values a program: 72 at 9 tokens of 8 heads, each row merged once."""
     num_splits, num_tokens, num_heads, latent = context_STHC.shape
     width = values_HFC.shape[1]
     o_THF = gate_TH.new_empty(num_tokens, num_heads, width)
-    columns = min(columns, triton.next_power_of_2(width))
+    columns = min(128, triton.next_power_of_2(width))
     finish_kernel[(num_tokens * num_heads, triton.cdiv(width, columns))](
-        context_STHC,
-        lse_STH,
-        values_HFC,
-        gate_TH,
-        o_THF,
-        gate_TH.stride(0),
-        values_HFC.stride(0),
-        num_tokens * num_heads,
-        HEADS=num_heads,
-        WIDTH=width,
-        LATENT=latent,
-        SPLITS=num_splits,
-        LATENT_PAD=triton.next_power_of_2(latent),
-        AHEAD=min(num_splits, ahead),
-        COLUMNS=columns,
-        num_warps=num_warps,
-        maxnreg=min(255, 65536 // (32 * num_warps)),
-        **launch.options(is_chained),
-    )
+        context_STHC, lse_STH, values_HFC, gate_TH, o_THF, gate_TH.stride(0), values_HFC.stride(0),
+        num_tokens * num_heads, HEADS=num_heads, WIDTH=width, LATENT=latent, SPLITS=num_splits,
+        LATENT_PAD=triton.next_power_of_2(latent), GROUP=min(16, triton.next_power_of_2(num_splits)),
+        COLUMNS=columns, num_warps=16, **launch.options(is_chained),
+    )  # fmt: skip
     return o_THF

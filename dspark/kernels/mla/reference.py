@@ -3,6 +3,9 @@
 import torch
 from torch.nn import functional
 
+BLOCK_ROWS = 64
+"""Cached rows a block, the unit that splits share out: part of a result's bits."""
+
 
 def causal_attention(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHF: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of every token on itself and the tokens before it, rows starting together at position 0.
@@ -71,12 +74,11 @@ def attend(
     value_width: int,
     scale: float,
     num_splits: int,
-    block_rows: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax and weighted sum over the rows of each split alone; split s has the blocks s, s + num_splits, ...
 
-    Shapes: context_STHC [num_splits, T, H, value_width] (0 where a split sees no row) and lse_STH, float32 or higher.
-    Rows that no token sees may hold anything.
+    Shapes: context_STHC [num_splits, T, H, value_width] in q's dtype (0 where a split sees no row) and lse_STH, float32
+    or higher. Rows that no token sees may hold anything.
     """
     wide = torch.promote_types(q_THC.dtype, torch.float32)
     places_J = torch.arange(len(rows_JC), device=rows_JC.device)
@@ -84,11 +86,11 @@ def attend(
     rows_JC = rows_JC.to(wide).where((places_J <= ends_T[-1])[:, None], 0)
     scores_THJ = q_THC.to(wide) @ rows_JC.T * scale
     splits_S = torch.arange(num_splits, device=rows_JC.device)
-    is_own_SJ = places_J // block_rows % num_splits == splits_S[:, None]
+    is_own_SJ = places_J // BLOCK_ROWS % num_splits == splits_S[:, None]
     is_seen_STJ = is_own_SJ[:, None] & (places_J <= ends_T[:, None])
     scores_STHJ = torch.where(is_seen_STJ[:, :, None], scores_THJ, -torch.inf)
     context_STHC = scores_STHJ.softmax(-1).nan_to_num(0) @ rows_JC[:, :value_width]
-    return context_STHC, scores_STHJ.logsumexp(-1)
+    return context_STHC.to(q_THC.dtype), scores_STHJ.logsumexp(-1)
 
 
 def finish(

@@ -1,15 +1,17 @@
 """Mixture of experts: the experts that a router chose for every row.
 
-``up`` and ``down`` serve one step of 1..16 tokens in a launch each; ``run_experts`` any number of rows.
+``up`` and ``down`` serve one step of 1..16 tokens in a launch each; the other functions any number of rows.
 """
 
 import torch
+from torch.nn import functional
 
-from dspark.kernels.moe import grouped, reference
-from dspark.kernels.moe.reference import swiglu
+from dspark.kernels.checks import expect
+from dspark.kernels.moe import reference
+from dspark.kernels.moe.reference import sort_by_expert, swiglu
 from dspark.kernels.router import Dispatch
 
-__all__ = ["down", "run_experts", "swiglu", "up"]
+__all__ = ["combine", "down", "multiply", "run_experts", "sort_by_expert", "swiglu", "up"]
 
 
 def run_experts(
@@ -20,15 +22,38 @@ def run_experts(
     down_XDI: torch.Tensor,
     limit: float | None,
 ) -> torch.Tensor:
-    """``reference.run_experts``, by grouped matrix products where the device has them (CUDA, up to float32).
+    """``sum over k of weight_k * expert_k(x)``; has gradients.
 
-    Under autocast the products run in its dtype; rows are summed in float32 or higher and returned so.
+    Shapes: gate_up_XID holds an expert's gate rows, then its up rows ([X, 2I, D]); down_XDI [X, D, I].
+    Under autocast the products run in its dtype. Returns [N, D] in the dtype of weights_NK (float32 or float64).
     """
     device = x_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
-    is_grouped = device == "cuda" and dtype != torch.float64
-    run = grouped.run_experts if is_grouped else reference.run_experts
-    return run(x_ND.to(dtype), ids_NK, weights_NK, gate_up_XID.to(dtype), down_XDI.to(dtype), limit)
+    order_M, ends_X = sort_by_expert(ids_NK, len(down_XDI))
+    rows_MD = x_ND.to(dtype)[order_M // ids_NK.shape[1]]
+    gate_MI, up_MI = multiply(rows_MD, gate_up_XID.to(dtype), ends_X).chunk(2, 1)
+    outputs_MD = multiply(swiglu(gate_MI, up_MI, limit), down_XDI.to(dtype), ends_X)
+    return reference.combine(outputs_MD, order_M, weights_NK)
+
+
+def multiply(rows_MD: torch.Tensor, weight_XCD: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
+    """Rows sorted by expert times their experts' matrices, [M, C]; expert x's rows end at ends_X[x] (int32)."""
+    is_aligned = all(size * weight_XCD.itemsize % 16 == 0 for size in weight_XCD.shape[1:])
+    if rows_MD.is_cuda and is_aligned and rows_MD.dtype != torch.float64:  # the grouped product takes no others
+        return functional.grouped_mm(rows_MD, weight_XCD.transpose(1, 2), offs=ends_X)
+    parts = zip(rows_MD.tensor_split(ends_X.tolist()[:-1]), weight_XCD, strict=True)
+    return torch.cat([functional.linear(part_MD, weight_CD) for part_MD, weight_CD in parts if len(part_MD)])
+
+
+def combine(
+    outputs_MD: torch.Tensor, order_M: torch.Tensor, weights_NJ: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``reference.combine``, rounded once to ``dtype``; no gradient."""
+    if not outputs_MD.is_cuda:
+        return reference.combine(outputs_MD, order_M, weights_NJ).to(dtype)
+    from dspark.kernels.moe import kernel  # Triton, which a CPU may lack
+
+    return kernel.combine(outputs_MD, order_M, weights_NJ, dtype)
 
 
 def up(
@@ -43,17 +68,14 @@ def up(
 
     Raises ValueError for other shapes or dtypes.
     """
-    num_tokens, num_rows = dispatch.weights_TJ.shape[0], gate_up_XCD.shape[0]
-    _check("x", x_TD.shape == (num_tokens, gate_up_XCD.shape[2]), x_TD.shape, (num_tokens, gate_up_XCD.shape[2]))
-    _check("gate and up rows", gate_up_XCD.shape[1] % 2 == 0, gate_up_XCD.shape, "as many gate as up rows")
-    _check("limits", limits_X.shape == (num_rows,), limits_X.shape, num_rows)
-    if x_TD.device.type == "cpu":
+    num_rows, num_inner, width = gate_up_XCD.shape
+    expect("x_TD", x_TD, (len(dispatch.weights_TJ), width), gate_up_XCD.dtype)
+    expect("gate_up_XCD", gate_up_XCD, (num_rows, num_inner // 2 * 2, width))
+    expect("limits_X", limits_X, (num_rows,), torch.float32)
+    if not x_TD.is_cuda:
         return reference.up(x_TD, gate_up_XCD, dispatch, limits_X)
     from dspark.kernels.moe import kernel
 
-    _check("dtype", x_TD.dtype == gate_up_XCD.dtype, gate_up_XCD.dtype, x_TD.dtype)
-    _check("limits' dtype", limits_X.dtype == torch.float32, limits_X.dtype, torch.float32)
-    _check("layout", x_TD.is_contiguous() and gate_up_XCD.is_contiguous(), "strides", "contiguous tensors")
     return kernel.up(x_TD, gate_up_XCD, dispatch, limits_X, is_chained=is_chained)
 
 
@@ -63,17 +85,10 @@ def down(act_MI: torch.Tensor, down_XDI: torch.Tensor, dispatch: Dispatch, *, is
     In a chain it reads the dispatch and its weights before ``wait``: the dispatch must be older than the predecessor
     (which is ``up``). Raises ValueError for other shapes or dtypes.
     """
-    expected = (dispatch.weights_TJ.numel(), down_XDI.shape[2])
-    _check("activation", act_MI.shape == expected, act_MI.shape, expected)
-    if act_MI.device.type == "cpu":
+    expect("act_MI", act_MI, (dispatch.weights_TJ.numel(), down_XDI.shape[2]), down_XDI.dtype)
+    expect("down_XDI", down_XDI, down_XDI.shape)
+    if not act_MI.is_cuda:
         return reference.down(act_MI, down_XDI, dispatch)
     from dspark.kernels.moe import kernel
 
-    _check("dtype", act_MI.dtype == down_XDI.dtype, down_XDI.dtype, act_MI.dtype)
-    _check("layout", act_MI.is_contiguous() and down_XDI.is_contiguous(), "strides", "contiguous tensors")
     return kernel.down(act_MI, down_XDI, dispatch, is_chained=is_chained)
-
-
-def _check(what: str, is_right: bool, found: object, expected: object) -> None:
-    if not is_right:
-        raise ValueError(f"{what}: found {found}, expected {expected}")

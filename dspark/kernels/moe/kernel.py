@@ -1,4 +1,4 @@
-"""The experts of one step (T = 1..16 tokens) in two launches: up with SwiGLU, and down.
+"""The experts of one step (T = 1..16 tokens) in two launches, up with SwiGLU and down; and any number of sums.
 
 The experts' weights are the large side of the product and the tokens the narrow one (8 or 16 columns, of which absent
 ones read nothing). A program owns a unit, an expert and a row tile with all K: nothing is summed across programs, and
@@ -34,16 +34,9 @@ MIN_UNITS = 4 * 132
 
 @triton.jit
 def _weight_tile(
-    weights,
-    expert,
-    tile,
-    start,
-    HALVES: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    weights, expert, tile, start, HALVES: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """Rows tile*BLOCK_R.. of every half of an expert's matrix, columns start..: [HALVES * BLOCK_R, BLOCK_K]."""
     index = tl.arange(0, HALVES * BLOCK_R)
     row, k = tile * BLOCK_R + index % BLOCK_R, start + tl.arange(0, BLOCK_K)
@@ -80,17 +73,9 @@ def _round(x, DTYPE: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _store_tile(
-    outputs,
-    limits,
-    acc,
-    pair,
-    expert,
-    tile,
-    HALVES: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    outputs, limits, acc, pair, expert, tile, HALVES: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     DOT: tl.constexpr,
-):
+):  # fmt: skip
     """Round a unit's sums and write them to its pairs' rows; two halves are gate and up and become SwiGLU first."""
     DTYPE: tl.constexpr = outputs.dtype.element_ty
     N: tl.constexpr = acc.shape[1]
@@ -109,27 +94,11 @@ def _store_tile(
 
 @triton.jit(do_not_specialize=["last_expert"])
 def _unit_kernel(
-    inputs,
-    weights,
-    limits,
-    experts,
-    pairs,
-    outputs,
-    last_expert,
-    PAIRS_A_ROW: tl.constexpr,
-    HALVES: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    LINES: tl.constexpr,
-    DOT: tl.constexpr,
+    inputs, weights, limits, experts, pairs, outputs, last_expert, PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, IS_WHOLE: tl.constexpr, LINES: tl.constexpr, DOT: tl.constexpr,
     IS_CHAINED: tl.constexpr,
-):
+):  # fmt: skip
     """One unit.
 
     In a chain ``plain`` asks, before it knows what the router chose, for the last expert, which is always visited.
@@ -169,14 +138,9 @@ def _unit_kernel(
 
 
 def up(
-    x_TD: torch.Tensor,
-    gate_up_XCD: torch.Tensor,
-    dispatch: Dispatch,
-    limits_X: torch.Tensor,
-    *,
-    is_chained: bool = False,
-    **changes: Any,
-) -> torch.Tensor:
+    x_TD: torch.Tensor, gate_up_XCD: torch.Tensor, dispatch: Dispatch, limits_X: torch.Tensor, *,
+    is_chained: bool = False, **changes: Any,
+) -> torch.Tensor:  # fmt: skip
     """See the package. ``changes`` to UP."""
     act_MI = x_TD.new_empty(dispatch.weights_TJ.numel(), gate_up_XCD.shape[1] // 2)
     pairs_a_row = dispatch.weights_TJ.shape[1]
@@ -195,16 +159,9 @@ def down(
 
 
 def _launch(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    limits: torch.Tensor,
-    dispatch: Dispatch,
-    outputs: torch.Tensor,
-    halves: int,
-    pairs_a_row: int,
-    is_chained: bool,
-    choice: dict[str, Any],
-) -> None:
+    inputs: torch.Tensor, weights: torch.Tensor, limits: torch.Tensor, dispatch: Dispatch, outputs: torch.Tensor,
+    halves: int, pairs_a_row: int, is_chained: bool, choice: dict[str, Any],
+) -> None:  # fmt: skip
     """Start the form of ``choice``."""
     (num_slots, _), (num_rows, width) = dispatch.pairs_PN.shape, (weights.shape[1] // halves, weights.shape[2])
     block_rows = choice["block_rows"]
@@ -212,25 +169,36 @@ def _launch(
         block_rows //= 2
     num_tokens, last_expert = dispatch.weights_TJ.shape[0], weights.shape[0] - 1
     _unit_kernel[(num_slots * triton.cdiv(num_rows, block_rows),)](
-        inputs,
-        weights,
-        limits,
-        dispatch.experts_P,
-        dispatch.pairs_PN,
-        outputs,
-        last_expert,
-        PAIRS_A_ROW=pairs_a_row,
-        HALVES=halves,
-        R=num_rows,
-        K=width,
-        N=8 if num_tokens <= 8 else MAX_TOKENS,
-        PADDED=MAX_TOKENS,
-        BLOCK_R=block_rows,
-        BLOCK_K=choice["block_k"],
-        STAGES=choice["num_stages"],
-        IS_WHOLE=choice["form"] == "whole",
-        LINES=32 * choice["num_warps"],
-        DOT=launch.dot_dtype(inputs.dtype),
-        num_warps=choice["num_warps"],
-        **launch.options(is_chained),
+        inputs, weights, limits, dispatch.experts_P, dispatch.pairs_PN, outputs, last_expert,
+        PAIRS_A_ROW=pairs_a_row, HALVES=halves, R=num_rows, K=width, N=8 if num_tokens <= 8 else MAX_TOKENS,
+        PADDED=MAX_TOKENS, BLOCK_R=block_rows, BLOCK_K=choice["block_k"], STAGES=choice["num_stages"],
+        IS_WHOLE=choice["form"] == "whole", LINES=32 * choice["num_warps"], DOT=launch.dot_dtype(inputs.dtype),
+        num_warps=choice["num_warps"], **launch.options(is_chained),
+    )  # fmt: skip
+
+
+@triton.jit
+def combine_kernel(total, outputs, places, weights, D: tl.constexpr, J: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, part of the width)."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sum_ = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(J):
+        place = tl.load(places + row * J + j)
+        part = tl.load(outputs + place * D + column, mask=column < D, other=0.0)
+        sum_ += tl.load(weights + row * J + j) * part.to(tl.float32)
+    tl.store(total + row * D + column, sum_.to(total.dtype.element_ty), mask=column < D)
+
+
+def combine(
+    outputs_MD: torch.Tensor, order_M: torch.Tensor, weights_NJ: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """See the package."""
+    (num_rows, num_picks), width = weights_NJ.shape, outputs_MD.shape[1]
+    places_M = torch.empty_like(order_M)
+    places_M[order_M] = torch.arange(len(order_M), device=order_M.device)
+    total_ND = torch.empty(num_rows, width, dtype=dtype, device=outputs_MD.device)
+    block = min(512, triton.next_power_of_2(width))
+    combine_kernel[(num_rows, triton.cdiv(width, block))](
+        total_ND, outputs_MD, places_M, weights_NJ, D=width, J=num_picks, BLOCK=block, num_warps=max(1, block // 256)
     )
+    return total_ND

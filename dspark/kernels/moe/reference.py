@@ -8,33 +8,10 @@ from torch.nn import functional
 from dspark.kernels.router import Dispatch
 
 
-def run_experts(
-    x_ND: torch.Tensor,
-    ids_NK: torch.Tensor,
-    weights_NK: torch.Tensor,
-    gate_up_XID: torch.Tensor,
-    down_XDI: torch.Tensor,
-    limit: float | None,
-) -> torch.Tensor:
-    """``sum over k of weight_k * expert_k(x)``, one expert after the other over the rows that chose it.
-
-    Shapes: gate_up_XID holds an expert's gate rows, then its up rows ([X, 2I, D]); down_XDI [X, D, I].
-    Returns [N, D] in the dtype of weights_NK (float32 or float64).
-    """
-    order_M, ends_X = sort_by_expert(ids_NK, down_XDI.shape[0])
-    rows = x_ND[order_M // ids_NK.shape[1]].tensor_split(ends_X.tolist()[:-1])
-    outputs = []
-    for expert, rows_MD in enumerate(rows):
-        if rows_MD.shape[0]:
-            gate_MI, up_MI = functional.linear(rows_MD, gate_up_XID[expert]).chunk(2, -1)
-            outputs.append(functional.linear(swiglu(gate_MI, up_MI, limit), down_XDI[expert]))
-    return combine(torch.cat(outputs), order_M, weights_NK)
-
-
 def sort_by_expert(ids_NK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The N*K picks in the order of their experts, and where each expert's picks end in that order (int32 [X])."""
     sorted_M, order_M = ids_NK.flatten().sort(stable=True)
-    experts_X = torch.arange(num_experts, device=ids_NK.device)
+    experts_X = torch.arange(num_experts, device=ids_NK.device, dtype=ids_NK.dtype)
     return order_M, torch.searchsorted(sorted_M, experts_X, right=True, out_int32=True)
 
 

@@ -1,20 +1,11 @@
-"""Products of a step's 1..16 tokens with one weight, plain or behind the gated norm of linear attention."""
+"""Products of a step's 1..16 tokens with one weight, plain, behind the gated norm of linear attention or before it."""
 
 import torch
 
-from dspark.kernels import MAX_TOKENS
+from dspark.kernels.checks import expect, expect_window
 from dspark.kernels.projection import reference
 
-__all__ = ["num_counters", "project", "project_gated"]
-
-
-def num_counters(num_rows: int) -> int:
-    """How many zeroed int32 numbers ``counters`` needs at least for a weight of ``num_rows`` rows.
-
-    One for each tile, of 16 rows at least. A call leaves them zero, so calls that follow one another on a device share
-    one tensor made for the largest weight.
-    """
-    return -(-num_rows // 16)
+__all__ = ["project", "project_gated", "project_prepared"]
 
 
 def project(
@@ -27,13 +18,14 @@ def project(
 ) -> torch.Tensor:
     """``x W^T`` [T, C], summed in float32, in ``out_dtype`` (x's dtype or float32; default x's).
 
-    Shapes: T in 1..16; both tensors in one dtype, contiguous in the last dimension; counters as ``num_counters`` says
-    (unused on the CPU). ``is_chained``: see kernels/launch.py. A row's result does not depend on T.
+    Shapes: T in 1..16; both tensors in one dtype, contiguous in the last dimension; counters int32, one for 16 rows of
+    the weight or more, zero before and after: calls that follow one another share them. ``is_chained``: see
+    kernels/launch.py. A row's result does not depend on T.
     Raises ValueError on a wrong shape or dtype.
     """
     _check(x_TD, weight_CD, counters)
     if out_dtype not in {None, x_TD.dtype, torch.float32}:
-        raise ValueError(f"projection: found out_dtype {out_dtype}, expected {x_TD.dtype} or float32")
+        raise ValueError(f"out_dtype: expected {x_TD.dtype} or float32, found {out_dtype}")
     if not x_TD.is_cuda:
         return reference.project(x_TD, weight_CD, out_dtype)
     from dspark.kernels.projection import kernel
@@ -58,16 +50,10 @@ def project_gated(
     Shapes: D = H * F; gate_THF may be a strided view, contiguous in F; the rest as in ``project``.
     Raises ValueError on a wrong shape or dtype.
     """
-    if o_THF.dim() != 3 or gate_THF.shape != o_THF.shape or gate_THF.dtype != o_THF.dtype:
-        found = f"o {o_THF.dtype} {tuple(o_THF.shape)}, gate {gate_THF.dtype} {tuple(gate_THF.shape)}"
-        raise ValueError(f"projection: found {found}, expected one dtype and shape [T, H, F]")
-    if (
-        norm_weight_F.shape != o_THF.shape[2:]
-        or not norm_weight_F.is_contiguous()
-        or {o_THF.stride(2), gate_THF.stride(2)} != {1}
-    ):
-        found = f"{tuple(norm_weight_F.shape)}, strides of o {o_THF.stride()}, of the gate {gate_THF.stride()}"
-        raise ValueError(f"projection: found norm weight {found}, expected {tuple(o_THF.shape[2:])}, contiguous in F")
+    num_tokens, heads, width = o_THF.shape
+    expect("o_THF", o_THF, (num_tokens, heads, width), weight_CD.dtype, num_strided=2)
+    expect("gate_THF", gate_THF, (num_tokens, heads, width), weight_CD.dtype, num_strided=2)
+    expect("norm_weight_F", norm_weight_F, (width,), norm_weight_F.dtype)
     _check(o_THF.flatten(1), weight_CD, counters)
     if not o_THF.is_cuda:
         return reference.project_gated(o_THF, norm_weight_F, gate_THF, weight_CD, eps)
@@ -76,14 +62,50 @@ def project_gated(
     return kernel.project_gated(o_THF, norm_weight_F, gate_THF, weight_CD, eps, counters, is_chained=is_chained)
 
 
+def project_prepared(
+    x_TD: torch.Tensor,
+    weight_CD: torch.Tensor,
+    history_WC: torch.Tensor,
+    conv_CJ: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_HE: torch.Tensor,
+    lower_bound: float,
+    counters: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor],
+    *,
+    is_chained: bool = False,
+) -> None:
+    """The in-projection of linear attention: ``project`` into out[0], and what ``kda.prepare`` makes of it into out[1].
+
+    Chained, the history is read before the predecessor has finished: it must not be what writes it (``kda.commit``).
+
+    Shapes: as in ``kda.prepare`` and ``project``; a_log, dt_bias and out[1] in float32 (float64 on the CPU), all but x
+    and the weight contiguous. Raises ValueError on a wrong shape or dtype.
+    """
+    _check(x_TD, weight_CD, counters)
+    (num_heads, width), num_taps = dt_bias_HE.shape, conv_CJ.shape[1]
+    inner, wide = num_heads * width, torch.promote_types(x_TD.dtype, torch.float32)
+    shape = (len(x_TD), 5 * inner + num_heads)
+    expect("weight_CD", weight_CD, (shape[1], x_TD.shape[1]), x_TD.dtype, num_strided=1)
+    expect("history_WC", history_WC, (num_taps - 1, 3 * inner), x_TD.dtype)
+    expect("conv_CJ", conv_CJ, (3 * inner, num_taps), x_TD.dtype)
+    expect("a_log_H", a_log_H, (num_heads,), wide)
+    expect("dt_bias_HE", dt_bias_HE, (num_heads, width), wide)
+    expect("out[0]", out[0], shape, x_TD.dtype)
+    expect("out[1]", out[1], shape, wide)
+    if not x_TD.is_cuda:
+        return reference.project_prepared(x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out)
+    from dspark.kernels.projection import even, kernel
+
+    given = (x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound)
+    if even.fits(weight_CD):
+        return even.project_prepared(*given, out, is_chained=is_chained)
+    return kernel.project_prepared(*given, counters, out, is_chained=is_chained)
+
+
 def _check(x_TD: torch.Tensor, weight_CD: torch.Tensor, counters: torch.Tensor) -> None:
-    found = f"x {x_TD.dtype} {tuple(x_TD.shape)}, weight {weight_CD.dtype} {tuple(weight_CD.shape)}"
-    if x_TD.dim() != 2 or weight_CD.dim() != 2 or x_TD.shape[1] != weight_CD.shape[1] or x_TD.dtype != weight_CD.dtype:
-        raise ValueError(f"projection: found {found}, expected [T, D] and [C, D] in one dtype")
-    if not 1 <= x_TD.shape[0] <= MAX_TOKENS:
-        raise ValueError(f"projection: found {x_TD.shape[0]} tokens, expected 1 to {MAX_TOKENS}")
-    if x_TD.stride(1) != 1 or weight_CD.stride(1) != 1:
-        raise ValueError(f"projection: found strides {x_TD.stride()}, {weight_CD.stride()}, expected a last one of 1")
-    if counters.dtype != torch.int32 or counters.numel() < num_counters(weight_CD.shape[0]):
-        expected = f"int32, {num_counters(weight_CD.shape[0])} or more"
-        raise ValueError(f"projection: found {counters.numel()} counters {counters.dtype}, expected {expected}")
+    num_rows, num_columns = weight_CD.shape
+    expect_window("x_TD", len(x_TD))
+    expect("x_TD", x_TD, (len(x_TD), num_columns), weight_CD.dtype, num_strided=1)
+    expect("weight_CD", weight_CD, (num_rows, num_columns), weight_CD.dtype, num_strided=1)
+    expect("counters", counters, (max(-(-num_rows // 16), counters.numel()),), torch.int32)

@@ -5,7 +5,8 @@ can do before its predecessor has finished, it does: the first HELD columns go t
 asked into L2. After the wait a software pipeline of num_stages steps of COLUMNS columns runs over the rest. SLICES
 column slices of a step go to different warps (a batched product), so that no warp waits on a long chain of
 accumulations; they are added at the end. Shares of the columns meet in a workspace: the last to arrive adds them in
-order. Tokens are padded to 16 for every T, so a token's result does not depend on T.
+order. Tokens are padded to 16 for every T, so a token's result does not depend on T. A program ends with its rows of
+all tokens in registers: what linear attention does along tokens, or to a number, is done there (kda/preparing.py).
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dspark.kernels import launch
+from dspark.kernels.kda.preparing import load_parameters, prepare
 from dspark.kernels.launch import signal, wait
 
 
@@ -146,26 +148,37 @@ def prefetch_tile(weight, stride, rows, first, D: tl.constexpr, NUM_CHUNKS: tl.c
     at = weight + rows[:, None] * stride + columns[None, :]
     size = tl.full(at.shape, CHUNK * weight.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at, size], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    sums, y, prepared, at, mask, parameters, lower_bound, rows, H: tl.constexpr, E: tl.constexpr, J: tl.constexpr
+):
+    """Write whole sums [rows, 16]: rounded, and with J taps also what becomes of the rounded ones."""
+    rounded = sums.to(y.dtype.element_ty)
+    tl.store(y + at, rounded, mask=mask)
+    if J > 0:
+        taps, old, rate, bias = parameters
+        values = prepare(rounded.to(tl.float32), taps, old, rate, bias, lower_bound, rows, H, E, J)
+        tl.store(prepared + at, values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # one program text for every T
 def project_kernel(
-    x, weight, y, gate, norm_weight, partial, counters, num_tokens, eps, x_stride, x_stride_head, gate_stride,
-    gate_stride_head, weight_stride, C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
-    IS_GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
-    HELD: tl.constexpr, STEPS: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, POLICY: tl.constexpr,
-    IS_WHOLE: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr, num_stages: tl.constexpr,
+    x, weight, y, gate, norm_weight, prepared, history, conv, a_log, dt_bias, partial, counters, num_tokens, eps,
+    lower_bound, x_stride, x_stride_head, gate_stride, gate_stride_head, weight_stride, C: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, IS_GATED: tl.constexpr, H: tl.constexpr,
+    E: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
+    SPLITS: tl.constexpr, HELD: tl.constexpr, STEPS: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    POLICY: tl.constexpr, IS_WHOLE: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
+    num_stages: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, share). C rows and D columns of the weight; a share has HELD + STEPS * COLUMNS padded columns.
 
-    IS_WHOLE: no column needs a mask. Not gated: WIDTH is D and x_stride_head unused.
+    IS_WHOLE: no column needs a mask. Not gated: WIDTH is D and x_stride_head unused. J 0: nothing is prepared.
     """
     tile, share = tl.program_id(0), tl.program_id(1)
     rows = _rows(tile, C, ROWS)
@@ -176,6 +189,8 @@ def project_kernel(
         )  # fmt: skip
     if NUM_CHUNKS > 0:
         prefetch_tile(weight, weight_stride, rows, first + HELD, D, NUM_CHUNKS, CHUNK)
+    own_rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    parameters = load_parameters(history, conv, a_log, dt_bias, own_rows, H, E, J) if J > 0 else ()
     wait(IS_CHAINED)
     signal(IS_CHAINED)
     sums = tl.zeros((ROWS, 16), tl.float32) if SLICES == 1 else tl.zeros((SLICES, ROWS, 16), tl.float32)
@@ -204,12 +219,11 @@ def project_kernel(
         sums = tl.dot(held.to(DOT), tokens.to(DOT), sums, input_precision="ieee")
     if SLICES > 1:
         sums = tl.sum(sums, 0)
-    rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     tokens = tl.arange(0, 16)[None, :]
-    mask = (rows < C) & (tokens < num_tokens)
-    at = tokens * C + rows
+    mask = (own_rows < C) & (tokens < num_tokens)
+    at = tokens * C + own_rows
     if SPLITS == 1:
-        tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
+        _finish(sums, y, prepared, at, mask, parameters, lower_bound, own_rows, H, E, J)
     else:
         tl.store(partial + share * num_tokens * C + at, sums, mask=mask)
         tl.debug_barrier()
@@ -217,7 +231,7 @@ def project_kernel(
             total = tl.zeros((ROWS, 16), tl.float32)
             for other in range(SPLITS):
                 total += tl.load(partial + other * num_tokens * C + at, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(y + at, total.to(y.dtype.element_ty), mask=mask)
+            _finish(total, y, prepared, at, mask, parameters, lower_bound, own_rows, H, E, J)
             tl.store(counters + tile, 0)
 
 
@@ -243,74 +257,72 @@ def chunks(weight_CD: torch.Tensor, rows: int, num_warps: int, num_columns: int)
 
 
 def project(
-    x_TD: torch.Tensor,
-    weight_CD: torch.Tensor,
-    counters: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    is_chained: bool = False,
-    tile: Tile | None = None,
-) -> torch.Tensor:
+    x_TD: torch.Tensor, weight_CD: torch.Tensor, counters: torch.Tensor, *, out_dtype: torch.dtype | None = None,
+    is_chained: bool = False, tile: Tile | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``reference.project``; ``tile`` overrides the table."""
-    width = weight_CD.shape[1]
-    tile = tile or tile_for(*weight_CD.shape, weight_CD.element_size())
-    sizes = {"IS_GATED": False, "WIDTH": width, "PADDED_WIDTH": width}
-    strides = (x_TD.stride(0), 0, 0, 0)
-    return _launch(x_TD, weight_CD, (x_TD, x_TD), counters, 0.0, strides, sizes, out_dtype, is_chained, tile)
+    y_TC = x_TD.new_empty(len(x_TD), len(weight_CD), dtype=out_dtype)
+    return _launch(x_TD, weight_CD, y_TC, counters, {}, is_chained, tile)
 
 
 def project_gated(
-    o_THF: torch.Tensor,
-    norm_weight_F: torch.Tensor,
-    gate_THF: torch.Tensor,
-    weight_CD: torch.Tensor,
-    eps: float,
-    counters: torch.Tensor,
-    *,
-    is_chained: bool = False,
-    tile: Tile | None = None,
-) -> torch.Tensor:
+    o_THF: torch.Tensor, norm_weight_F: torch.Tensor, gate_THF: torch.Tensor, weight_CD: torch.Tensor, eps: float,
+    counters: torch.Tensor, *, is_chained: bool = False, tile: Tile | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``reference.project_gated``; ``tile`` overrides the table, its columns and held are multiples of the padded F."""
     width = o_THF.shape[2]
-    padded_width = triton.next_power_of_2(width)
-    padded_columns = o_THF.shape[1] * padded_width
-    tile = tile or tile_for(weight_CD.shape[0], padded_columns, weight_CD.element_size(), padded_width)
-    sizes = {"IS_GATED": True, "WIDTH": width, "PADDED_WIDTH": padded_width}
-    strides = (*o_THF.stride()[:2], *gate_THF.stride()[:2])
-    others = (gate_THF, norm_weight_F)
-    return _launch(o_THF, weight_CD, others, counters, eps, strides, sizes, None, is_chained, tile)
+    gated = {
+        "gate": gate_THF, "norm_weight": norm_weight_F, "eps": eps, "WIDTH": width,
+        "PADDED_WIDTH": triton.next_power_of_2(width), "IS_GATED": True,
+        "x_stride_head": o_THF.stride(1), "gate_stride": gate_THF.stride(0), "gate_stride_head": gate_THF.stride(1),
+    }  # fmt: skip
+    y_TC = o_THF.new_empty(len(o_THF), len(weight_CD))
+    return _launch(o_THF, weight_CD, y_TC, counters, gated, is_chained, tile)
+
+
+def project_prepared(
+    x_TD: torch.Tensor, weight_CD: torch.Tensor, history_WC: torch.Tensor, conv_CJ: torch.Tensor,
+    a_log_H: torch.Tensor, dt_bias_HE: torch.Tensor, lower_bound: float, counters: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor], *, is_chained: bool = False, tile: Tile | None = None,
+) -> None:  # fmt: skip
+    """``reference.project_prepared``; ``tile`` overrides the table."""
+    (num_heads, width), num_taps = dt_bias_HE.shape, conv_CJ.shape[1]
+    prepared = {
+        "prepared": out[1], "history": history_WC, "conv": conv_CJ, "a_log": a_log_H, "dt_bias": dt_bias_HE,
+        "lower_bound": lower_bound, "H": num_heads, "E": width, "J": num_taps,
+    }  # fmt: skip
+    _launch(x_TD, weight_CD, out[0], counters, prepared, is_chained, tile)
 
 
 def _launch(
-    x: torch.Tensor,
-    weight_CD: torch.Tensor,
-    others: tuple[torch.Tensor, torch.Tensor],
-    counters: torch.Tensor,
-    eps: float,
-    strides: tuple[int, ...],
-    sizes: dict[str, Any],
-    out_dtype: torch.dtype | None,
-    is_chained: bool,
-    tile: Tile,
-) -> torch.Tensor:
+    x: torch.Tensor, weight_CD: torch.Tensor, y_TC: torch.Tensor, counters: torch.Tensor, extras: dict[str, Any],
+    is_chained: bool, tile: Tile | None,
+) -> torch.Tensor:  # fmt: skip
+    """``extras``: the kernel's arguments of a gated or a prepared product, which are otherwise unused."""
     num_tokens, (num_rows, num_columns) = x.shape[0], weight_CD.shape
-    padded_columns = num_columns // sizes["WIDTH"] * sizes["PADDED_WIDTH"]
+    unused = dict.fromkeys(("gate", "norm_weight", "prepared", "history", "conv", "a_log", "dt_bias"), x)
+    unused |= dict.fromkeys(("eps", "lower_bound"), 0.0)
+    unused |= dict.fromkeys(("x_stride_head", "gate_stride", "gate_stride_head", "H", "E", "J"), 0)
+    extras = unused | {"WIDTH": num_columns, "PADDED_WIDTH": num_columns, "IS_GATED": False} | extras
+    width, padded_width = extras["WIDTH"], extras["PADDED_WIDTH"]
+    padded_columns = num_columns // width * padded_width
+    gated_width = padded_width if extras["IS_GATED"] else 0
+    tile = tile or tile_for(num_rows, padded_columns, weight_CD.element_size(), gated_width)
     steps, splits = shares(tile, padded_columns)
-    if sizes["IS_GATED"]:
-        assert steps == 0 or tile.columns % sizes["PADDED_WIDTH"] == 0
-        assert tile.held % sizes["PADDED_WIDTH"] == 0
+    if gated_width:
+        assert steps == 0 or tile.columns % gated_width == 0
+        assert tile.held % gated_width == 0
     num_chunks, chunk = 0, 0
     if tile.is_prefetched:
         rest = min(steps * tile.columns, max(num_columns - tile.held, 0))
         num_chunks, chunk = chunks(weight_CD, tile.rows, tile.num_warps, rest)
-    y_TC = torch.empty(num_tokens, num_rows, dtype=out_dtype or x.dtype, device=x.device)
     partial = y_TC
     if splits > 1:
         partial = torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=x.device)
-    is_whole = splits * (tile.held + steps * tile.columns) == num_columns and sizes["WIDTH"] == sizes["PADDED_WIDTH"]
+    is_whole = splits * (tile.held + steps * tile.columns) == num_columns and width == padded_width
     project_kernel[(triton.cdiv(num_rows, tile.rows), splits)](
-        x, weight_CD, y_TC, *others, partial, counters, num_tokens, eps, *strides, weight_CD.stride(0),
-        C=num_rows, D=num_columns, **sizes,
+        x, weight_CD, y_TC, partial=partial, counters=counters, num_tokens=num_tokens, x_stride=x.stride(0),
+        weight_stride=weight_CD.stride(0), C=num_rows, D=num_columns, **extras,
         ROWS=tile.rows, COLUMNS=tile.columns, SLICES=tile.slices, SPLITS=splits, HELD=tile.held, STEPS=steps,
         NUM_CHUNKS=num_chunks, CHUNK=chunk, POLICY="evict_first" if tile.is_streamed else "", IS_WHOLE=is_whole,
         DOT=launch.dot_dtype(x.dtype), num_stages=tile.num_stages, num_warps=tile.num_warps,

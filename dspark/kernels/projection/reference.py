@@ -19,3 +19,18 @@ def project_gated(
     Source: specs/ling-3.0.md section 4.1, steps 7 and 8.
     """
     return project(kda.gated_rms_norm(o_THF, norm_weight_F, gate_THF, eps).flatten(1), weight_CD)
+
+
+def project_prepared(
+    x_TD: torch.Tensor,
+    weight_CD: torch.Tensor,
+    history_WC: torch.Tensor,
+    conv_CJ: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_HE: torch.Tensor,
+    lower_bound: float,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """``project`` into out[0], and ``kda.prepare`` of the rounded result into out[1]."""
+    out[0].copy_(project(x_TD, weight_CD))
+    out[1].copy_(kda.prepare(out[0], history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound))

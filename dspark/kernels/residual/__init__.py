@@ -2,6 +2,7 @@
 
 import torch
 
+from dspark.kernels.checks import expect
 from dspark.kernels.residual import reference
 
 __all__ = ["add_norm", "embed_norm"]
@@ -27,11 +28,11 @@ def add_norm(
     num_parts = parts_TKD.shape[1] if parts_TKD.dim() == 3 else 1
     dtype = residual_TD.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    _expect("residual_TD", residual_TD, (num_tokens, width), dtype)
-    _expect("parts_TKD", parts_TKD, (num_tokens, num_parts, width), dtype, wide)
-    _expect("norm_weight_D", norm_weight_D, (width,), dtype)
+    expect("residual_TD", residual_TD, (num_tokens, width), dtype)
+    expect("parts_TKD", parts_TKD, (num_tokens, num_parts, width), dtype, wide)
+    expect("norm_weight_D", norm_weight_D, (width,), dtype)
     if weights_TK is not None:
-        _expect("weights_TK", weights_TK, (num_tokens, num_parts), wide)
+        expect("weights_TK", weights_TK, (num_tokens, num_parts), wide)
     if not residual_TD.is_cuda:
         return reference.add_norm(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps)
     from dspark.kernels.residual import kernel  # Triton, which a CPU may lack
@@ -53,19 +54,11 @@ def embed_norm(
     Raises: ValueError for another shape or dtype.
     """
     num_ids, width = embedding_VD.shape
-    _expect("ids_T", ids_T, (ids_T.numel(),), torch.int64)
-    _expect("embedding_VD", embedding_VD, (num_ids, width), embedding_VD.dtype)
-    _expect("norm_weight_D", norm_weight_D, (width,), embedding_VD.dtype)
+    expect("ids_T", ids_T, (ids_T.numel(),), torch.int64)
+    expect("embedding_VD", embedding_VD, (num_ids, width), embedding_VD.dtype)
+    expect("norm_weight_D", norm_weight_D, (width,), embedding_VD.dtype)
     if not embedding_VD.is_cuda:
         return reference.embed_norm(ids_T, embedding_VD, norm_weight_D, eps)
     from dspark.kernels.residual import kernel
 
     return kernel.embed_norm(ids_T, embedding_VD, norm_weight_D, eps, is_chained=is_chained)
-
-
-def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected contiguous {list(shape)} {' or '.join(map(str, dtypes))}, "
-            f"found {list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
-        )

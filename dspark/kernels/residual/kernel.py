@@ -37,26 +37,16 @@ def finish_row(residual_D, total_D, scale_D, new_residual, normed, place_D, insi
 
 @triton.jit
 def add_norm_kernel(
-    parts,
-    weights,
-    residual,
-    norm_weight,
-    new_residual,
-    normed,
-    eps,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
+    parts, weights, residual, norm_weight, new_residual, normed, eps, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
     """One token's row: the weighted sum of its parts, the residual, the norm."""
     row = tl.program_id(0)
     column_D = tl.arange(0, BLOCK)
     inside_D = column_D < WIDTH
     scale_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0)
+    signal(IS_CHAINED)  # at once: the successor's weights are asked for while this waits for nine rows
     wait(IS_CHAINED)
-    signal(IS_CHAINED)
     place_D = row * WIDTH + column_D
     residual_D = tl.load(residual + place_D, mask=inside_D, other=0.0)
     parts_KD, weights_K = (), ()
@@ -76,16 +66,9 @@ def add_norm_kernel(
 
 @triton.jit
 def embed_norm_kernel(
-    ids,
-    embedding,
-    norm_weight,
-    new_residual,
-    normed,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids, embedding, norm_weight, new_residual, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     IS_CHAINED: tl.constexpr,
-):
+):  # fmt: skip
     """One token's row: its embedding and the norm."""
     row = tl.program_id(0)
     column_D = tl.arange(0, BLOCK)
@@ -100,63 +83,34 @@ def embed_norm_kernel(
 
 
 def add_norm(
-    parts_TKD: torch.Tensor,
-    weights_TK: torch.Tensor | None,
-    residual_TD: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    eps: float,
-    *,
-    num_warps: int | None = None,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor,
+    eps: float, *, is_chained: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See ``dspark.kernels.residual.add_norm``."""
     num_tokens, num_parts, width = parts_TKD.shape
-    num_warps = num_warps or warps_for(width)
+    num_warps = warps_for(width)
     new_residual_TD, normed_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
     add_norm_kernel[(num_tokens,)](
-        parts_TKD,
-        norm_weight_D if weights_TK is None else weights_TK,
-        residual_TD,
-        norm_weight_D,
-        new_residual_TD,
-        normed_TD,
-        eps,
-        WIDTH=width,
-        PARTS=num_parts,
-        HAS_WEIGHTS=weights_TK is not None,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=num_warps,
-        maxnreg=registers_for(num_warps),
+        parts_TKD, norm_weight_D if weights_TK is None else weights_TK, residual_TD, norm_weight_D, new_residual_TD,
+        normed_TD, eps, WIDTH=width, PARTS=num_parts, HAS_WEIGHTS=weights_TK is not None,
+        BLOCK=triton.next_power_of_2(width), num_warps=num_warps, maxnreg=registers_for(num_warps),
         **launch.options(is_chained),
-    )
+    )  # fmt: skip
     return new_residual_TD, normed_TD
 
 
 def embed_norm(
-    ids_T: torch.Tensor,
-    embedding_VD: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    eps: float,
-    *,
-    num_warps: int | None = None,
+    ids_T: torch.Tensor, embedding_VD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, *,
     is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See ``dspark.kernels.residual.embed_norm``."""
     width = embedding_VD.shape[1]
-    num_warps = num_warps or warps_for(width)
+    num_warps = warps_for(width)
     residual_TD = embedding_VD.new_empty(len(ids_T), width)
     normed_TD = torch.empty_like(residual_TD)
     embed_norm_kernel[(len(ids_T),)](
-        ids_T,
-        embedding_VD,
-        norm_weight_D,
-        residual_TD,
-        normed_TD,
-        eps,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=num_warps,
-        maxnreg=registers_for(num_warps),
+        ids_T, embedding_VD, norm_weight_D, residual_TD, normed_TD, eps, WIDTH=width,
+        BLOCK=triton.next_power_of_2(width), num_warps=num_warps, maxnreg=registers_for(num_warps),
         **launch.options(is_chained),
-    )
+    )  # fmt: skip
     return residual_TD, normed_TD

@@ -3,10 +3,20 @@
 import torch
 
 from dspark.kernels import MAX_TOKENS
+from dspark.kernels.checks import expect
 from dspark.kernels.router import reference
 from dspark.kernels.router.reference import Dispatch, Law, dense_dispatch, route
 
-__all__ = ["Dispatch", "Law", "dense_dispatch", "dispatch", "route"]
+__all__ = ["Dispatch", "Law", "choose", "dense_dispatch", "dispatch", "route"]
+
+
+def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.choose`` for any number of rows, from logits in float32 (or float64)."""
+    if not logits_NX.is_cuda:
+        return reference.choose(logits_NX, bias_X, law)
+    from dspark.kernels.router import kernel  # Triton, which a CPU may lack
+
+    return kernel.choose(logits_NX, bias_X, law)
 
 
 def dispatch(
@@ -24,25 +34,18 @@ def dispatch(
     zero before and after. Raises ValueError for other shapes or dtypes.
     """
     num_groups, num_kept_groups, num_picks, _ = law
-    num_tokens, num_experts = x_TD.shape[0], gate_XD.shape[0]
+    (num_tokens, width), num_experts = x_TD.shape, len(gate_XD)
     size = num_experts // num_groups
-    _check("tokens", 1 <= num_tokens <= MAX_TOKENS, num_tokens, f"1..{MAX_TOKENS}")
-    _check("gate", gate_XD.shape[1:] == x_TD.shape[1:], gate_XD.shape, x_TD.shape)
-    _check("bias", bias_X.shape == (num_experts,), bias_X.shape, num_experts)
-    _check("groups", size >= 2 and size * num_groups == num_experts, num_groups, f"to divide {num_experts} experts")
-    _check("groups", num_groups <= 32, num_groups, "at most 32: the kept ones are the bits of a word")
-    _check("picks", num_picks <= num_kept_groups * size, num_picks, f"at most {num_kept_groups * size}")
-    if x_TD.device.type == "cpu":
+    is_even = size >= 2 and size * num_groups == num_experts and num_groups <= 32  # the kept ones: bits of a word
+    if not 1 <= num_tokens <= MAX_TOKENS or not is_even or num_picks > num_kept_groups * size:
+        found = f"{num_tokens} tokens, {num_experts} experts and {law}"
+        raise ValueError(f"expected 1..16 tokens, at most 32 equal groups and fewer picks than members, found {found}")
+    expect("x_TD", x_TD, (num_tokens, width), x_TD.dtype)
+    expect("gate_XD", gate_XD, (num_experts, width), x_TD.dtype, torch.float32)
+    expect("bias_X", bias_X, (num_experts,), torch.float32)
+    expect("counters", counters[:1], (1,), torch.int32)
+    if not x_TD.is_cuda:
         return reference.dispatch(x_TD, gate_XD, bias_X, law)
-    from dspark.kernels.router import kernel  # Triton, which a CPU may lack
+    from dspark.kernels.router import kernel
 
-    _check("counters", counters.dtype == torch.int32 and counters.numel() > 0, counters, "int32 zero")
-    _check("gate's dtype", gate_XD.dtype in (x_TD.dtype, torch.float32), gate_XD.dtype, x_TD.dtype)
-    _check("bias's dtype", bias_X.dtype == torch.float32, bias_X.dtype, torch.float32)
-    _check("layout", all(x.is_contiguous() for x in (x_TD, gate_XD, bias_X)), "strides", "contiguous tensors")
     return kernel.dispatch(x_TD, gate_XD, bias_X, law, counters, is_chained=is_chained)
-
-
-def _check(what: str, is_right: bool, found: object, expected: object) -> None:
-    if not is_right:
-        raise ValueError(f"{what}: found {found}, expected {expected}")

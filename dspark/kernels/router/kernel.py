@@ -1,11 +1,11 @@
-"""The router of one step (T = 1..16 tokens) in one launch: logits, choice and pair list.
+"""The router of one step (T = 1..16 tokens) in one launch: logits, choice and pair list; and any number of choices.
 
-A program owns a few experts and all tokens, the width cut into one slice a warp. Its weight rows are in registers
-before ``wait``, and then all tokens are loaded at once. The last program to arrive chooses, a token a warp: its scores
-lie in the lanes of one warp, so that neither a maximum nor a sum needs a barrier.
+A program owns a list of a group's experts and all tokens, the width cut into one slice a warp. Its weight rows are in
+registers before ``wait``, then all tokens are loaded at once. It leaves its biased scores sorted for every token, so
+that the last program to arrive compares only the heads of lists. That one chooses, a token a warp, a list a lane: what
+counts is how few instructions 16 warps on one SM issue and that no maximum, sum or change of layout needs a barrier.
+Where rows are many, each is chosen for in the registers of one warp.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -14,101 +14,97 @@ import triton.language as tl
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.router.reference import Dispatch, Law
 
-CHOICE: dict[str, Any] = {"block_x": 4, "num_warps": 16}
-"""128 programs of 4 experts for flash. 16 warps: with a warp for every token the choice stays inside warps."""
+BLOCK_X, NUM_WARPS = 8, 16
+"""Lists of 8 experts (4 is possible): 64 programs for flash, and 32 lists in the kept groups, one for every lane."""
+PADDED = tl.constexpr(MAX_TOKENS)
+LEAST = tl.constexpr(-0x80000000)
 
 
 @triton.jit
 def _dispatch_kernel(
-    x,
-    gate,
-    bias,
-    scores,
-    words,
-    counters,
-    weights,
-    experts,
-    pairs,
-    num_active,
-    num_slots,
-    scaling,
-    T: tl.constexpr,
-    X: tl.constexpr,
-    D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    PICKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
-    DOT: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
+    x, gate, bias, scratch, counters, weights, pairs, scaling, T: tl.constexpr, X: tl.constexpr, D: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, PICKS: tl.constexpr, BLOCK_X: tl.constexpr, LENGTH: tl.constexpr,
+    LANES: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    SIZE: tl.constexpr = X // GROUPS
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    expert = program * BLOCK_X + tl.arange(0, BLOCK_X)
-    token = tl.arange(0, PADDED)
-    FULL: tl.constexpr = D // (SLICES * SLICE)
-    REST: tl.constexpr = (D - FULL * SLICES * SLICE + SLICES * 16 - 1) // (SLICES * 16)  # in pieces of 16, 32, ..
-    BITS: tl.constexpr = (SLICE // 16).bit_length()
-    GATE_BYTES: tl.constexpr = gate.dtype.element_ty.primitive_bitwidth // 8
-    SLICE_BYTES: tl.constexpr = BLOCK_X * D * GATE_BYTES
-    LINES: tl.constexpr = triton.next_power_of_2((SLICE_BYTES + 127) // 128)
-    own = tl.minimum(SLICE_BYTES, (X - program * BLOCK_X) * D * GATE_BYTES)
-    launch.prefetch_lines(gate + program * BLOCK_X * D, 0, own, LINES, IS_CHAINED)
-    gate_tiles = ()
-    for chunk in tl.static_range(FULL):
-        gate_tiles += (_tile(gate, expert, expert < X, chunk * SLICES * SLICE, D, SLICES, SLICE),)
-    for bit in tl.static_range(BITS):
-        if (REST >> bit) & 1:
-            first = FULL * SLICES * SLICE + (REST & ((1 << bit) - 1)) * SLICES * 16
-            gate_tiles += (_tile(gate, expert, expert < X, first, D, SLICES, 16 << bit),)
-    own_bias = tl.load(bias + expert, mask=expert < X, other=0.0)
+    first, end = program // LENGTH * SIZE + program % LENGTH * BLOCK_X, program // LENGTH * SIZE + SIZE
+    token, lane = tl.arange(0, PADDED), tl.arange(0, 32)[None, :]
+    ROW_BYTES: tl.constexpr = D * gate.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = triton.next_power_of_2((BLOCK_X * ROW_BYTES + 127) // 128)
+    launch.prefetch_lines(gate + first * D, 0, tl.minimum(BLOCK_X, end - first) * ROW_BYTES, LINES, IS_CHAINED)
+    gate_tiles = _rows(gate, first + tl.arange(0, BLOCK_X), end, D, SLICES, SLICE)
+    member = lane % BLOCK_X + token[:, None] * 0
+    own_bias = _load(bias + first + member, first + member < end)
     launch.wait(IS_CHAINED)
     launch.signal(IS_CHAINED)
+    x_tiles = _rows(x, token, 0, D, SLICES, SLICE)
+    if num_programs > 0:  # outside a branch the second tile's load would wait for the first one's arrival
+        x_tiles = _rows(x, token, T, D, SLICES, SLICE)
+    # Behind the pairs lie the experts and their number. Every program clears its share.
+    SLOTS: tl.constexpr = min(X, T * PICKS) + 1
+    SHARE: tl.constexpr = triton.next_power_of_2((SLOTS * (PADDED + 1)) // (GROUPS * LENGTH) + 1)
+    place = program * SHARE + tl.arange(0, SHARE)
+    tl.store(pairs + place, -1, mask=place < SLOTS * (PADDED + 1))
     acc = tl.zeros((SLICES, PADDED, BLOCK_X), tl.float32)
-    x_tiles = ()
-    for chunk in tl.static_range(FULL):
-        x_tiles += (_tile(x, token, token < T, chunk * SLICES * SLICE, D, SLICES, SLICE),)
-    for bit in tl.static_range(BITS):
-        if (REST >> bit) & 1:
-            first = FULL * SLICES * SLICE + (REST & ((1 << bit) - 1)) * SLICES * 16
-            x_tiles += (_tile(x, token, token < T, first, D, SLICES, 16 << bit),)
-    _clear(experts, pairs, num_slots, PADDED)
     for chunk in tl.static_range(len(x_tiles)):
-        acc = _add_product(acc, x_tiles[chunk], gate_tiles[chunk], DOT)
-    score = tl.sigmoid(tl.sum(acc, 0))
-    seen = (expert < X)[None, :] & (token < T)[:, None]
-    place = scores + token[:, None] * X + expert[None, :]
-    tl.store(place, score, mask=seen)
-    tl.store(place + PADDED * X, score + own_bias[None, :], mask=seen)
+        gate_tile = tl.permute(gate_tiles[chunk].to(DOT), (0, 2, 1))
+        acc = tl.dot(x_tiles[chunk].to(DOT), gate_tile, acc, input_precision="ieee")
+
+    # A token a warp from here: COPIES times its experts. Splitting brings slices together in one exchange.
+    COPIES: tl.constexpr = 32 // BLOCK_X
+    acc = tl.permute(tl.reshape(acc, (SLICES // COPIES, COPIES, PADDED, BLOCK_X)), (2, 1, 3, 0))
+    for bit in tl.static_range((SLICES // COPIES).bit_length() - 1):
+        even, odd = tl.split(tl.reshape(acc, (PADDED, 32, (SLICES // COPIES) >> (bit + 1), 2)))
+        acc = even + odd
+    score = tl.sigmoid(_sum_copies(tl.reshape(acc, (PADDED, 32)), 32, BLOCK_X))
+    key = tl.maximum(_ordered((score + own_bias).to(tl.int32, bitcast=True)), LEAST + 1)
+    key, rank = tl.where(first + member < end, key, LEAST), tl.zeros((PADDED, 32), tl.int32)
+    for j in tl.static_range(0, BLOCK_X, COPIES):
+        far = j + lane // BLOCK_X
+        other = _of_lane(key, (member + far) % BLOCK_X)
+        is_before = (other > key) | ((other == key) & (member + far >= BLOCK_X))
+        rank += (is_before & (far < BLOCK_X)).to(tl.int32)
+    rank = _sum_copies(rank, 32, BLOCK_X)
+
+    # A list: its keys but the least, falling, and four bits a key that say whose it is: 32 bytes. The least lies apart.
+    LISTS: tl.constexpr = triton.next_power_of_2(GROUPS) * LENGTH
+    own, rest = token[:, None] * LISTS + program, scratch + PADDED * LISTS * BLOCK_X
+    words, scores = rest + PADDED * LISTS, rest + PADDED * (LISTS + LANES)
+    is_first, is_own = lane < BLOCK_X, (lane < BLOCK_X) & (first + member < end)
+    order = tl.sum(tl.where(is_first, member << rank * 4, 0), 1)[:, None]
+    place = tl.where(rank < BLOCK_X - 1, own * BLOCK_X + rank, PADDED * LISTS * BLOCK_X + own)
+    _store(scratch + place, key, is_first)
+    _store(scratch + own * BLOCK_X + BLOCK_X - 1 + lane, order, lane == 0)
+    _store(scores + token[:, None] * X + first + member, score.to(tl.int32, bitcast=True), is_own)
     tl.debug_barrier()
     if tl.atomic_add(counters, 1, sem="acq_rel") == num_programs - 1:
         tl.store(counters, 0)
-        _choose(scores, words, weights, experts, pairs, num_active, scaling, T, X, GROUPS, KEPT, PICKS, PADDED)
+        kept, lists = _keep(scratch, GROUPS, KEPT, BLOCK_X, LENGTH, LANES)
+        expert, bitmap = _pick(scratch, rest, kept, lists, X // GROUPS, KEPT, PICKS, BLOCK_X, LENGTH, LANES)
+        _list(expert, bitmap, words, scores, weights, pairs, scaling, SLOTS, T, X, PICKS, LANES)
 
 
 @triton.jit
-def _tile(base, row, is_row, first, D: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr):
+def _rows(base, row, end, D, SLICES, SLICE):
+    """Whole rows below end in tiles [slices, rows, columns], the last ones of 16, 32, .. columns a slice."""
+    FULL: tl.constexpr = D // (SLICES * SLICE)
+    REST: tl.constexpr = (D - FULL * SLICES * SLICE + SLICES * 16 - 1) // (SLICES * 16)
+    tiles = ()
+    for chunk in tl.static_range(FULL):
+        tiles += (_tile(base, row, row < end, chunk * SLICES * SLICE, D, SLICES, SLICE),)
+    for bit in tl.static_range((SLICE // 16).bit_length()):
+        if (REST >> bit) & 1:
+            first = FULL * SLICES * SLICE + (REST & ((1 << bit) - 1)) * SLICES * 16
+            tiles += (_tile(base, row, row < end, first, D, SLICES, 16 << bit),)
+    return tiles
+
+
+@triton.jit
+def _tile(base, row, is_row, first, D, SLICES: tl.constexpr, SLICE: tl.constexpr):
     """Columns first + [slices, slice] of some rows: [slices, rows, slice]."""
     k = (first + tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :])[:, None, :]
     return tl.load(base + row[None, :, None] * D + k, mask=is_row[None, :, None] & (k < D), other=0.0)
-
-
-@triton.jit
-def _add_product(acc, x_tile, gate_tile, DOT: tl.constexpr):
-    """acc + x gate^T, a slice of K each."""
-    return tl.dot(x_tile.to(DOT), tl.permute(gate_tile.to(DOT), (0, 2, 1)), acc, input_precision="ieee")
-
-
-@triton.jit
-def _clear(experts, pairs, num_slots, PADDED: tl.constexpr):
-    """Every program its share of the lists."""
-    slot = tl.program_id(0)
-    while slot < num_slots:
-        tl.store(pairs + slot * PADDED + tl.arange(0, PADDED), tl.full((PADDED,), -1, tl.int32))
-        tl.store(experts + slot, -1)
-        slot += tl.num_programs(0)
 
 
 @triton.jit
@@ -118,13 +114,44 @@ def _ordered(bits):
 
 
 @triton.jit
-def _key(biased, seen, group, member, X: tl.constexpr, SIZE: tl.constexpr):
-    """The biased score of one expert a lane as an ordered integer: [tokens, lanes]."""
-    token = tl.arange(0, seen.shape[0])[:, None]
-    seen = seen & (member < SIZE)
-    value = tl.load(biased + token * X + group * SIZE + member, mask=seen, other=0.0)
-    key = tl.maximum(_ordered(value.to(tl.int32, bitcast=True)), -0x7FFFFFFF)
-    return tl.where(seen, key, -0x80000000)
+def _of_lane(tile, lane):
+    """What that lane holds, of the same row."""
+    return tl.gather(tile, tl.broadcast_to(lane, tile.shape), 1)
+
+
+@triton.jit
+def _sum_copies(tile, LANES: tl.constexpr, SIZE: tl.constexpr):
+    """For every lane the sum over those that are the same modulo SIZE."""
+    for bit in tl.static_range((LANES // SIZE).bit_length() - 1):
+        tile += _of_lane(tile, tl.arange(0, LANES)[None, :] ^ (SIZE << bit))
+    return tile
+
+
+@triton.jit
+def _flat(tile):
+    """In one dimension: Triton 3.6 gives a pointer tile of unknown contiguity another layout than its neighbours."""
+    return tl.reshape(tile, (tile.shape[0] * tile.shape[1],))
+
+
+@triton.jit
+def _load(place, mask):
+    return tl.reshape(tl.load(_flat(place), mask=_flat(mask), other=0), place.shape)
+
+
+@triton.jit
+def _store(place, value, mask):
+    mask = _flat(mask | tl.zeros(place.shape, tl.int1))
+    tl.store(_flat(place), _flat(tl.broadcast_to(value, place.shape)), mask=mask)
+
+
+@triton.jit
+def _four(place):
+    """The four words from every place of a tile on."""
+    words = tl.load(tl.multiple_of(_flat(place)[:, None] + tl.arange(0, 4)[None, :], (16, 16)))
+    even, odd = tl.split(tl.reshape(words, (place.shape[0], place.shape[1], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -138,177 +165,170 @@ def _bits_set(x):
 
 
 @triton.jit
-def _choose(
-    scores,
-    words,
-    weights,
-    experts,
-    pairs,
-    num_active,
-    scaling,
-    T: tl.constexpr,
-    X: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    PICKS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """``reference.route`` and the pair list, by one program. Tiles are [tokens, lanes]: a token is one warp's."""
-    LEAST: tl.constexpr = -0x80000000
-    SIZE: tl.constexpr = X // GROUPS
-    BLOCK_S: tl.constexpr = triton.next_power_of_2(SIZE)
-    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUPS)
-    BLOCK_KEPT: tl.constexpr = triton.next_power_of_2(KEPT)
-    LANES: tl.constexpr = max(32, BLOCK_G, triton.next_power_of_2(PICKS + 1))
-    QUAD: tl.constexpr = LANES // BLOCK_G
-    RUN: tl.constexpr = (BLOCK_S + QUAD - 1) // QUAD  # experts a lane
+def _first_largest(key, index):
+    """The smallest index of those with the largest key, for every row: [rows, 1]."""
+    is_best = key == tl.max(key, 1)[:, None]
+    return tl.min(tl.where(is_best, index, 0x7FFFFFFF), 1)[:, None]
+
+
+@triton.jit
+def _two_largest(first, second, other_first, other_second):
+    """Of two pairs."""
+    between = tl.minimum(first, other_first)
+    return tl.maximum(first, other_first), tl.maximum(between, tl.maximum(second, other_second))
+
+
+@triton.jit
+def _keep(scratch, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK_X, LENGTH: tl.constexpr, LANES: tl.constexpr):
+    """The kept groups, the best first, lanes // KEPT of every row each; and the number of the row's first list."""
+    QUAD: tl.constexpr = LANES // triton.next_power_of_2(GROUPS)  # lanes of a group, and then of a kept one
+    KEPT_QUAD: tl.constexpr = LANES // triton.next_power_of_2(KEPT)
+    lane, zero = tl.arange(0, LANES)[None, :], tl.zeros((PADDED, LANES), tl.int32)
+    lists = tl.arange(0, PADDED)[:, None] * (LANES // QUAD * LENGTH) + zero
+    group, first, second = lane // QUAD + zero, zero + LEAST, zero + LEAST
+    for j in tl.static_range(0, LENGTH, QUAD):
+        one, two, _, _ = _four(scratch + (lists + group * LENGTH + j + lane % QUAD % LENGTH) * BLOCK_X)
+        is_list = lane % QUAD < LENGTH
+        first, second = _two_largest(first, second, tl.where(is_list, one, LEAST), tl.where(is_list, two, LEAST))
+    for bit in tl.static_range(QUAD.bit_length() - 1):
+        other = lane ^ (1 << bit)
+        first, second = _two_largest(first, second, _of_lane(first, other), _of_lane(second, other))
+    value = _ordered(first).to(tl.float32, bitcast=True) + _ordered(second).to(tl.float32, bitcast=True)
+    value = tl.maximum(_ordered(value.to(tl.int32, bitcast=True)), LEAST + 1)
+    value, kept = tl.where(group < GROUPS, value, LEAST), zero
+    for k in tl.static_range(KEPT):
+        best = _first_largest(value, group)
+        value, kept = tl.where(group == best, LEAST, value), tl.where(lane // KEPT_QUAD == k, best, kept)
+    return kept, lists
+
+
+@triton.jit
+def _pick(scratch, rest, kept, lists, SIZE, KEPT, PICKS: tl.constexpr, BLOCK_X, LENGTH: tl.constexpr, LANES):
+    """Pick k in the lanes that are k modulo the next power of two of PICKS; and the picks of a row as a bitmap."""
+    KEPT_QUAD: tl.constexpr = LANES // triton.next_power_of_2(KEPT)
+    lane = tl.arange(0, LANES)[None, :]
+    is_list = (lane // KEPT_QUAD < KEPT) & (lane % KEPT_QUAD < LENGTH)
+    lists += kept * LENGTH + lane % KEPT_QUAD % LENGTH
+    keys, last = (), _load(rest + lists, lists >= 0)
+    for j in tl.static_range(0, BLOCK_X, 4):
+        keys += _four(scratch + lists * BLOCK_X + j)
+    order, expert, bitmap = keys[BLOCK_X - 1], kept * 0, kept * 0
+    for k in tl.static_range(PICKS):
+        # The largest head, of equal ones that of the smaller expert. Its list moves on.
+        index = kept * SIZE + lane % KEPT_QUAD % LENGTH * BLOCK_X + (order & 15)
+        best = _first_largest(tl.where(is_list, keys[0], LEAST), index)
+        expert = tl.where(lane % triton.next_power_of_2(PICKS) == k, best, expert)
+        bitmap |= tl.where(lane == best >> 5, 1 << (best & 31), 0)
+        is_best = index == best
+        order, head = tl.where(is_best, order >> 4, order), tl.where(is_best, keys[1], keys[0])
+        if k >= BLOCK_X - 2:  # not earlier, for it would be waited for
+            head, last = tl.maximum(head, last), tl.where(head == LEAST, LEAST, last)
+        moved = (head,)
+        for j in tl.static_range(1, BLOCK_X - 1):
+            moved += (tl.where(is_best, keys[j + 1] if j < BLOCK_X - 2 else LEAST, keys[j]),)
+        keys = moved
+    return expert, bitmap
+
+
+@triton.jit
+def _list(expert, bitmap, words, scores, weights, pairs, scaling, SLOTS, T, X, PICKS: tl.constexpr, LANES):
+    """Weights and pairs. A pick's column counts the earlier tokens at its expert, its row the smaller experts."""
+    BLOCK_P: tl.constexpr = triton.next_power_of_2(PICKS)
     token, lane = tl.arange(0, PADDED)[:, None], tl.arange(0, LANES)[None, :]
-    is_token = token < T
-
-    # A group counts by its two largest.
-    group = lane // QUAD + token * 0
-    is_group = is_token & (group < GROUPS)
-    keys, largest = (), tl.full((PADDED, LANES), LEAST, tl.int32)
-    for j in tl.static_range(RUN):
-        keys += (_key(scores + PADDED * X, is_group, group, j * QUAD + lane % QUAD, X, SIZE),)
-    for j in tl.static_range(RUN):
-        largest = tl.maximum(largest, keys[j])
-    below, many = tl.full((PADDED, LANES), LEAST, tl.int32), tl.zeros((PADDED, LANES), tl.int32)
-    for j in tl.static_range(RUN):
-        many += (keys[j] == largest).to(tl.int32)
-        below = tl.maximum(below, tl.where(keys[j] == largest, LEAST, keys[j]))
-    second = tl.where(many > 1, largest, below)  # of a lane
-    largest = tl.reshape(largest, (PADDED, BLOCK_G, QUAD))
-    second = tl.reshape(second, (PADDED, BLOCK_G, QUAD))
-    best = tl.max(largest, 2)[:, :, None]
-    is_best = largest == best
-    below = tl.max(tl.where(is_best, second, largest), 2)[:, :, None]
-    below = tl.where(tl.sum(is_best.to(tl.int32), 2)[:, :, None] > 1, best, below)
-    value = _ordered(best).to(tl.float32, bitcast=True) + _ordered(below).to(tl.float32, bitcast=True)
-    value = tl.reshape(tl.broadcast_to(value, (PADDED, BLOCK_G, QUAD)), (PADDED, LANES))
-    value = tl.where(is_group, tl.maximum(_ordered(value.to(tl.int32, bitcast=True)), LEAST + 1), LEAST)
-
-    # Its rank is the number of groups before it. Bit g of kept: whether group g is.
-    rank = tl.zeros((PADDED, LANES), tl.int32)
-    for g in tl.static_range(GROUPS):
-        other = tl.sum(tl.where(lane == g * QUAD, value, 0), 1)[:, None]
-        rank += ((other > value) | ((other == value) & (g < group))).to(tl.int32)
-    is_kept = (rank < KEPT) & (lane % QUAD == 0) & (group < GROUPS)
-    kept = tl.sum(tl.where(is_kept, 1 << group, 0), 1)[:, None]
-    KEPT_QUAD: tl.constexpr = LANES // BLOCK_KEPT
-    KEPT_RUN: tl.constexpr = (BLOCK_S + KEPT_QUAD - 1) // KEPT_QUAD
-    group = tl.zeros((PADDED, LANES), tl.int32)
-    before = tl.zeros((PADDED, 1), tl.int32)
-    for g in tl.static_range(GROUPS):
-        bit = (kept >> g) & 1
-        group = tl.where((bit == 1) & (before == lane // KEPT_QUAD), g, group)
-        before += bit
-
-    # Only the kept groups are read again; picks by repeated maximum, the smaller index first.
-    seen = is_token & (lane // KEPT_QUAD < KEPT)
-    keys, first = (), lane % KEPT_QUAD
-    for j in tl.static_range(KEPT_RUN):
-        keys += (_key(scores + PADDED * X, seen, group, j * KEPT_QUAD + first, X, SIZE),)
-    first += group * SIZE
-    WORDS: tl.constexpr = max(LANES, triton.next_power_of_2((X + 31) // 32))
-    word = tl.arange(0, WORDS)[None, :]
-    picked, bitmap, picks = tl.zeros((PADDED, LANES), tl.int32), tl.zeros((PADDED, WORDS), tl.int32), ()
-    for k in tl.static_range(PICKS):
-        largest = keys[0]
-        for j in tl.static_range(1, KEPT_RUN):
-            largest = tl.maximum(largest, keys[j])
-        best = tl.max(largest, 1)[:, None]
-        place = tl.full((PADDED, LANES), X - 1, tl.int32)
-        for j in tl.static_range(KEPT_RUN):
-            place = tl.minimum(place, tl.where(keys[j] == best, first + j * KEPT_QUAD, X - 1))
-        place = tl.min(place, 1)[:, None]
-        rest = ()
-        for j in tl.static_range(KEPT_RUN):
-            rest += (tl.where(first + j * KEPT_QUAD == place, LEAST, keys[j]),)
-        keys = rest
-        picked = tl.where(lane == k, place, picked)
-        bitmap |= tl.where(word == place >> 5, 1 << (place & 31), 0)
-        picks += (place,)
-    tl.store(words + token * WORDS + word, bitmap, mask=is_token)
-
-    is_pick = is_token & (lane < PICKS)
-    score = tl.load(scores + token * X + picked, mask=is_pick, other=0.0)
-    score = score * (scaling / (tl.sum(score, 1) + 1e-20))[:, None]
-    score = tl.where(lane < PICKS, score, 1.0)
-    tl.store(weights + token * (PICKS + 1) + lane, score, mask=is_token & (lane <= PICKS))
-
-    # A pick's column is the number of earlier tokens at its expert, its row the number of smaller experts.
+    tl.store(words + token * LANES + lane, bitmap)
+    pair, own, bit = token * (PICKS + 1) + lane, expert >> 5, expert & 31
+    score = _load(scores + token * X + expert, (token < T) & (lane < PICKS)).to(tl.float32, bitcast=True)
     tl.debug_barrier()
-    union, column = tl.zeros((PADDED, WORDS), tl.int32), tl.zeros((PADDED, LANES), tl.int32)
+    union, column = bitmap, expert * 0
     for t in tl.static_range(T):
-        union |= tl.load(words + t * WORDS + word + token * 0)
-        theirs = tl.load(words + t * WORDS + (picked >> 5), mask=is_pick, other=0)
-        column += tl.where(t < token, (theirs >> (picked & 31)) & 1, 0)
-    count = _bits_set(union)
-    row = tl.zeros((PADDED, LANES), tl.int32)
-    for k in tl.static_range(PICKS):
-        own = picks[k] >> 5
-        inside = _bits_set(union & ((1 << (picks[k] & 31)) - 1))
-        here = tl.where(word < own, count, tl.where(word == own, inside, 0))
-        row = tl.where(lane == k, tl.sum(here, 1)[:, None], row)
-    pair = token * (PICKS + 1) + lane
-    tl.store(pairs + row * PADDED + column, pair, mask=is_pick)
-    tl.store(experts + row, picked, mask=is_pick & (column == 0))
-    num_routed = tl.sum(count, 1)[:, None] + lane * 0  # the same in every token's warp
-    tl.store(pairs + num_routed * PADDED + token, pair + PICKS, mask=is_token & (lane == 0))
-    is_first = (token == 0) & (lane == 0)
-    tl.store(experts + num_routed, pair * 0 + X, mask=is_first)
-    tl.store(num_active + pair, num_routed + 1, mask=is_first)
+        union |= tl.load(words + t * LANES + lane + column * 0)
+    for t in tl.static_range(0, T - 1, LANES // BLOCK_P):
+        earlier = t + lane // BLOCK_P + token * 0
+        column += (_load(words + earlier * LANES + own, earlier < token) >> bit) & 1
+    column, count = _sum_copies(column, LANES, BLOCK_P), _bits_set(union)
+    before = tl.cumsum(count, 1)
+    num_routed = tl.max(before, 1)[:, None]
+    row = _of_lane(before - count, own) + _bits_set(_of_lane(union, own) & ((1 << bit) - 1))
+    is_shared, is_pair = lane == PICKS, (token < T) & (lane <= PICKS)
+    row, column = tl.where(is_shared, num_routed, row), tl.where(is_shared, token, column)
+    _store(pairs + row * PADDED + column, pair, is_pair)
+    _store(pairs + SLOTS * PADDED + row, tl.where(is_shared, X, expert), is_pair & (column == 0))
+    _store(pairs + SLOTS * (PADDED + 1) + pair, num_routed + 1, pair == 0)
+    score = tl.where(is_shared, 1.0, score * (scaling / (tl.sum(score, 1) + 1e-20))[:, None])
+    _store(weights + pair, score, is_pair)
 
 
 def dispatch(
-    x_TD: torch.Tensor,
-    gate_XD: torch.Tensor,
-    bias_X: torch.Tensor,
-    law: Law,
-    counters: torch.Tensor,
-    *,
+    x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, law: Law, counters: torch.Tensor, *,
     is_chained: bool = False,
-    **changes: Any,
-) -> Dispatch:
-    """See the package. ``changes`` to CHOICE."""
+) -> Dispatch:  # fmt: skip
+    """See the package."""
     (num_tokens, width), num_experts = x_TD.shape, gate_XD.shape[0]
     num_groups, num_kept_groups, num_picks, scaling = law
-    choice = CHOICE | changes
+    power = triton.next_power_of_2
+    num_lists = power(triton.cdiv(num_experts // num_groups, BLOCK_X))  # of a group
+    lanes = power(max(32, num_groups, num_picks + 1, triton.cdiv(num_experts, 32), power(num_kept_groups) * num_lists))
+    num_words = power(num_groups) * num_lists * (BLOCK_X + 1) + lanes + num_experts
+    scratch = torch.empty(MAX_TOKENS * num_words, dtype=torch.int32, device=x_TD.device)
     num_slots = min(num_experts, num_tokens * num_picks) + 1
     weights_TJ = torch.empty(num_tokens, num_picks + 1, device=x_TD.device)
     integers = torch.empty(num_slots * (MAX_TOKENS + 1) + 1, dtype=torch.int32, device=x_TD.device)
     pairs, experts_P, num_active_1 = integers.split([num_slots * MAX_TOKENS, num_slots, 1])
-    scores_CNX = torch.empty(2, MAX_TOKENS, num_experts, device=x_TD.device)  # plain, biased
-    num_words = max(32, triton.next_power_of_2(max(num_groups, num_picks + 1, triton.cdiv(num_experts, 32))))
-    words_NW = torch.empty(MAX_TOKENS, num_words, dtype=torch.int32, device=x_TD.device)
     # More exact than the working dtype needs where only one side is float32.
     wide = torch.promote_types(x_TD.dtype, gate_XD.dtype)
-    _dispatch_kernel[(triton.cdiv(num_experts, choice["block_x"]),)](
-        x_TD,
-        gate_XD,
-        bias_X,
-        scores_CNX,
-        words_NW,
-        counters,
-        weights_TJ,
-        experts_P,
-        pairs,
-        num_active_1,
-        num_slots,
-        scaling,
-        T=num_tokens,
-        X=num_experts,
-        D=width,
-        GROUPS=num_groups,
-        KEPT=num_kept_groups,
-        PICKS=num_picks,
-        PADDED=MAX_TOKENS,
-        BLOCK_X=choice["block_x"],
-        SLICES=choice["num_warps"],
-        SLICE=32 if wide == torch.float32 else 128,
-        DOT=launch.dot_dtype(wide),
-        num_warps=choice["num_warps"],
-        **launch.options(is_chained),
-    )
+    shape = {"T": num_tokens, "X": num_experts, "D": width}
+    shape |= {"GROUPS": num_groups, "KEPT": num_kept_groups, "PICKS": num_picks}
+    shape |= {"BLOCK_X": BLOCK_X, "LENGTH": num_lists, "LANES": lanes}
+    shape |= {"SLICES": NUM_WARPS, "SLICE": 32 if wide == torch.float32 else 128, "DOT": launch.dot_dtype(wide)}
+    limits = {"num_warps": NUM_WARPS, "maxnreg": 2048 // NUM_WARPS}  # else the assembler delays loads
+    tensors = (x_TD, gate_XD, bias_X, scratch, counters, weights_TJ, integers)
+    run = _dispatch_kernel[(num_groups * num_lists,)]
+    run(*tensors, scaling, **shape, **limits, **launch.options(is_chained))
     return Dispatch(weights_TJ, experts_P, pairs.view(num_slots, MAX_TOKENS), num_active_1)
+
+
+@triton.jit
+def choose_kernel(
+    ids, weights, logits, bias, scaling, X: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    PICKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One row; tiles are [groups, members]. The smaller index wins: places are minima over the best."""
+    SIZE: tl.constexpr = X // GROUPS
+    row = tl.program_id(0).to(tl.int64)
+    g, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)[None, :]
+    expert = g[:, None] * SIZE + s
+    inside = (g[:, None] < GROUPS) & (s < SIZE)
+    score = tl.sigmoid(tl.load(logits + row * X + expert, mask=inside, other=0.0))
+    biased = tl.where(inside, score + tl.load(bias + expert, mask=inside, other=0.0), -float("inf"))
+    best = tl.max(biased, 1)
+    place = tl.min(tl.where(biased == best[:, None], s, BLOCK_S), 1)
+    value = best + tl.max(tl.where(s == place[:, None], -float("inf"), biased), 1)
+    other, own = value[None, :], value[:, None]
+    is_before = (other > own) | ((other == own) & (g[None, :] < g[:, None]))
+    biased = tl.where(tl.sum(is_before.to(tl.int32), 1)[:, None] < KEPT, biased, -float("inf"))
+    total, picked = 0.0, ()
+    for k in tl.static_range(PICKS):
+        place = tl.min(tl.where(biased == tl.max(biased), expert, X))
+        is_pick = inside & (expert == place)
+        biased = tl.where(is_pick, -float("inf"), biased)
+        picked += (tl.sum(tl.where(is_pick, score, 0.0)),)
+        total += picked[k]
+        tl.store(ids + row * (PICKS + 1) + k, place)
+    for k in tl.static_range(PICKS):
+        tl.store(weights + row * (PICKS + 1) + k, picked[k] * (scaling / (total + 1e-20)))
+    tl.store(ids + row * (PICKS + 1) + PICKS, X)
+    tl.store(weights + row * (PICKS + 1) + PICKS, 1.0)
+
+
+def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the package."""
+    num_rows, num_experts = logits_NX.shape
+    num_groups, num_kept_groups, num_picks, scaling = law
+    ids_NJ = torch.empty(num_rows, num_picks + 1, dtype=torch.int32, device=logits_NX.device)
+    weights_NJ = torch.empty(num_rows, num_picks + 1, device=logits_NX.device)
+    choose_kernel[(num_rows,)](
+        ids_NJ, weights_NJ, logits_NX, bias_X, scaling, X=num_experts, GROUPS=num_groups, KEPT=num_kept_groups,
+        PICKS=num_picks, BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_S=triton.next_power_of_2(num_experts // num_groups), num_warps=1,
+    )  # fmt: skip
+    return ids_NJ, weights_NJ

@@ -11,23 +11,17 @@ Law = tuple[int, int, int, float]
 """Of the router: groups, groups kept, experts picked, what the weights sum to."""
 
 
-def route(
-    logits_NX: torch.Tensor,
-    bias_X: torch.Tensor,
-    num_groups: int,
-    num_kept_groups: int,
-    num_picks: int,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose ``num_picks`` experts for every row inside its best groups.
+def route(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the law's number of experts for every row inside its best groups.
 
     Scores are sigmoid(logits). The bias takes part in choosing only: a group counts by the sum of its two largest
-    biased scores, and the weights are the plain scores of the chosen experts, made to sum to ``scaling``. Of two
-    equal experts or groups the one with the smaller index wins.
+    biased scores, and the weights are the plain scores of the chosen experts, made to sum to the law's last number. Of
+    two equal experts or groups the one with the smaller index wins.
 
     Shapes: logits_NX and bias_X float32 or float64. Returns ids_NK int64 by falling biased score, and weights_NK.
     Source: DeepSeek-V3 (arXiv 2412.19437) section 2.1.2; specs/ling-3.0.md section 6.2.
     """
+    num_groups, num_kept_groups, num_picks, scaling = law
     scores_NX = logits_NX.sigmoid()
     biased = (scores_NX + bias_X).unflatten(1, (num_groups, -1))
     group_scores_NG = biased.topk(2).values.sum(-1)
@@ -54,24 +48,29 @@ class Dispatch(NamedTuple):
     num_active_1: torch.Tensor
 
 
-def dispatch(x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, law: Law) -> Dispatch:
-    """``route`` on x gate^T in float32 or higher, with the shared expert (id X, weight 1), sorted by expert.
+def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+    """``route``, then the shared expert, with the last id X and weight 1: ids_NJ int32 and weights_NJ, J = K + 1."""
+    ids_NK, weights_NK = route(logits_NX, bias_X, law)
+    ids_NJ = functional.pad(ids_NK.int(), (0, 1), value=logits_NX.shape[1])
+    return ids_NJ, functional.pad(weights_NK, (0, 1), value=1.0)
 
-    P = min(X, T*K) + 1. Weights are float32, or float64 for float64.
+
+def dispatch(x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, law: Law) -> Dispatch:
+    """``choose`` by x gate^T in float32 or higher, sorted by expert. P = min(X, T*K) + 1.
+
+    Weights are float32, or float64 for float64.
     """
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    ids_TK, weights_TK = route(functional.linear(x_TD.to(wide), gate_XD.to(wide)), bias_X, *law)
-    (num_tokens, num_picks), num_experts = ids_TK.shape, gate_XD.shape[0]
-    ids_TJ = functional.pad(ids_TK, (0, 1), value=num_experts)
+    ids_TJ, weights_TJ = choose(functional.linear(x_TD.to(wide), gate_XD.to(wide)), bias_X, law)
     sorted_M, order_M = ids_TJ.flatten().sort(stable=True)
     is_first_M = functional.pad(sorted_M[1:] != sorted_M[:-1], (1, 0), value=True)
     slot_M, places_M = is_first_M.cumsum(0) - 1, torch.arange(sorted_M.shape[0], device=x_TD.device)
-    num_slots = min(num_experts, num_tokens * num_picks) + 1
+    num_slots = min(len(gate_XD), len(x_TD) * law[2]) + 1
     experts_P = torch.full((num_slots,), -1, dtype=torch.int32, device=x_TD.device)
     pairs_PN = torch.full((num_slots, MAX_TOKENS), -1, dtype=torch.int32, device=x_TD.device)
-    experts_P[slot_M] = sorted_M.int()
+    experts_P[slot_M] = sorted_M
     pairs_PN[slot_M, places_M - places_M[is_first_M][slot_M]] = order_M.int()
-    return Dispatch(functional.pad(weights_TK, (0, 1), value=1.0), experts_P, pairs_PN, slot_M[-1:].int() + 1)
+    return Dispatch(weights_TJ, experts_P, pairs_PN, slot_M[-1:].int() + 1)
 
 
 def dense_dispatch(num_tokens: int, device: torch.device) -> Dispatch:

@@ -172,9 +172,25 @@ def _open(file: Path) -> Any:
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; download it again") from None
     except (SafetensorError, OSError) as error:
+        cut = _first_cut(file)
         raise CheckpointError(
-            f"{file}: truncated or damaged ({file.stat().st_size} bytes: {error}); download it again"
+            f"{file}: truncated or damaged ({file.stat().st_size} bytes: {error}"
+            f"{f'; {cut} is the first tensor cut off' if cut else ''}); download it again"
         ) from error
+
+
+def _first_cut(file: Path) -> str:
+    """The first tensor that a truncated file does not hold to its end; empty where the header cannot be read."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        try:
+            entries = json.loads(stream.read(max(0, min(start, size) - 8)))
+            ends = {entry["data_offsets"][1]: name for name, entry in entries.items() if name != "__metadata__"}
+            cut = [end for end in ends if start + end > size]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return ""
+    return str(ends[min(cut)]) if cut else ""
 
 
 def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

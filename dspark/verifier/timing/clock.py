@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from dspark.kernels import MAX_TOKENS, reading
 from dspark.verifier.calls import Call
 from dspark.verifier.capture import Captured
 from dspark.verifier.engine import Verifier
-from dspark.verifier.step import Step
+from dspark.verifier.ranks import ALONE, Ranks
+from dspark.verifier.step import Resident
 from dspark.verifier.timing.stages import call_bytes, rewind
 
 REPLAYS = 20
@@ -30,10 +32,6 @@ class StageTime:
     num_bytes: float
     microseconds: float
 
-    @property
-    def bytes_per_second(self) -> float:
-        return self.num_bytes / self.microseconds * 1e6
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -50,21 +48,22 @@ class Clock:
     """Times captured functions on one device, each replay after the cache was swept.
 
     The time of a graph that does next to nothing is taken off, so that a stage of few calls is not charged for the
-    start of its graph.
+    start of its graph. Ranks meet before each replay, so that none is charged for another's host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, ranks: Ranks = ALONE) -> None:
+        self.device, self._ranks = device, ranks
         self.start_microseconds = 0.0
         self._sweep = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
-        flag = torch.zeros(1, device=device)
-        self.start_microseconds = self.time(Captured(lambda: flag.add_(1), device))
+        self._flag = torch.zeros(1, device=device)
+        self.start_microseconds = self.time(Captured(lambda: self._flag.add_(1), device))
 
     def time(self, captured: Callable[[], object]) -> float:
         """Median microseconds of a replay."""
         times: list[float] = []
         for _ in range(REPLAYS):
             before, after = _event(), _event()
+            self._ranks.gather(self._flag)
             self._sweep.zero_()
             before.record()
             captured()
@@ -76,6 +75,7 @@ class Clock:
     def time_burst(self, captured: Callable[[], object]) -> float:
         """Mean microseconds of a replay among many back to back."""
         before, after = _event(), _event()
+        self._ranks.gather(self._flag)
         before.record()
         for _ in range(REPLAYS):
             captured()
@@ -106,7 +106,7 @@ def time_stages(
     rewind(verifier, context_tokens)
 
 
-def time_step(step: Step, clock: Clock, context_tokens: int) -> StepTime:
+def time_step(step: Resident[Any], clock: Clock, context_tokens: int) -> StepTime:
     """Time a whole step; the length is set back before each series, which the memory has room for."""
     verifier = step.verifier
     rewind(verifier, context_tokens)

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 import torch
 
-from dspark.kernels import kda, mla, moe, residual
+from dspark.kernels import block_attention, kda, markov, mla, moe, residual
 from dspark.verifier.calls import Call, Recorder
 from dspark.verifier.engine import Verifier
-from dspark.verifier.step import Step, StepOutput
+from dspark.verifier.step import OutputT, Resident
 
 
 @torch.no_grad()
-def fill(verifier: Verifier, num_tokens: int, context_tokens: int, seed: int = 0) -> None:
+def fill(verifier: Verifier, num_tokens: int, context_tokens: int) -> None:
     """Noise in place of ``context_tokens`` read tokens, and a window of distinct random ids."""
     buffers, device = verifier.buffers, verifier.weights.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     buffers.rows_MJC.normal_(generator=generator)
     buffers.history_LWC.normal_(generator=generator)
     buffers.state_LHEF.normal_(0, 0.1, generator=generator)
@@ -31,13 +31,12 @@ def rewind(verifier: Verifier, context_tokens: int) -> None:
 
 
 @torch.no_grad()
-def record_step(step: Step) -> tuple[dict[str, list[Call]], StepOutput]:
+def record_step(step: Resident[OutputT]) -> tuple[dict[str, list[Call]], OutputT]:
     """Run a step kernel by kernel and keep its calls by stage; the committed memory is put back."""
-    memory = (*step.verifier.buffers.memory(), step.verifier.ids_T)
-    before = [tensor.clone() for tensor in memory]
+    before = [tensor.clone() for tensor in step.memory()]
     recorder = Recorder()
     output = step.take(recorder)
-    for tensor, content in zip(memory, before, strict=True):
+    for tensor, content in zip(step.memory(), before, strict=True):
         tensor.copy_(content)
     return recorder.stages, output
 
@@ -65,7 +64,15 @@ def call_bytes(call: Call, context_tokens: int) -> int:
     if call.function is residual.embed_norm:
         ids_T, embedding_VD = args[:2]
         return int(embedding_VD[0].nbytes * len(ids_T))
-    written = args[5].nbytes if call.function is kda.commit else 0
+    if call.function is block_attention.attend:
+        q_THE, keys_HJE = args[:2]
+        return int(q_THE.nbytes + 2 * keys_HJE[:, 0].nbytes * (context_tokens + len(q_THE)))
+    if call.function is block_attention.write:
+        return int(2 * args[0].nbytes)
+    if call.function is markov.step:
+        base_V, _, _, w2_VR = args[:4]
+        return int(base_V.nbytes + w2_VR.nbytes)
+    written = args[3].nbytes if call.function is kda.commit else 0
     return sum(tensor.nbytes for tensor in _tensors(args) if tensor.dtype != torch.int32) + written
 
 

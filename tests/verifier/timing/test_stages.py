@@ -38,7 +38,9 @@ def test_stages_count_every_layer_and_the_bytes_of_their_weights(verifier: Verif
     assert len(stages["MoE up"]) == num_moe
     x_bytes = 4 * config.hidden_size * 4
     in_bytes = call_bytes(stages["KDA in-projection"][0], 100)
-    assert in_bytes == weights.linear.in_LCD[0].nbytes + x_bytes
+    linear = weights.linear
+    read = (linear.in_LCD, linear.conv_LCJ, linear.a_log_LH, linear.dt_bias_LHE, verifier.buffers.history_LWC)
+    assert in_bytes == sum(tensor[0].nbytes for tensor in read) + x_bytes
     experts = distinct_experts(stages)
     assert len(experts) == num_moe
     for call, count in zip(stages["MoE up"], experts, strict=True):

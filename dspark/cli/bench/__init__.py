@@ -1,0 +1,176 @@
+"""dspark bench: how fast a part of the system is on this machine."""
+
+import json as json_text
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from dspark.cli.bench.rows import Rows
+from dspark.config import load_run
+from dspark.errors import ConfigError, DsparkError
+from dspark.files import write_whole
+from dspark.kernels import MAX_TOKENS
+from dspark.provenance import describe_launch
+from dspark.target.config import TargetConfig, load_target_config
+from dspark.target.loading import locate_target
+from dspark.verifier import Shard, Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
+from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, draft_weights, random_draft
+from dspark.verifier.plan import free_bytes
+from dspark.verifier.ranks import ALONE, Ranks, start
+from dspark.verifier.timing import Clock, read_bandwidth, slack_tokens
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+DEVICE, DTYPE, SEED = "cuda", torch.bfloat16, 0
+NUM_TAPS = 5
+
+bench = typer.Typer(help="Measure how fast a part of the system is.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@bench.callback()
+def _commands() -> None:
+    """Measure how fast a part of the system is."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank measures; ``emulated`` is how many ranks the one at work is a part of."""
+
+    target: str
+    weights: str
+    folder: Path
+    emulated: int
+    windows: tuple[int, ...]
+    context: int
+    draft: str
+    json: Path | None
+
+
+def verify(
+    target: Annotated[str, typer.Option(help="A name (ling-3.0-flash, ...) or a Hugging Face folder.")],
+    weights: Annotated[str, typer.Option(help="random, or a folder of weights.")] = "random",
+    tp: Annotated[int, typer.Option(min=1, help="Ranks, one GPU each, that work together.")] = 1,
+    emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
+    tokens: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "9",
+    context: Annotated[int, typer.Option(min=0, max=10**7, help="Committed tokens before the window.")] = 8192,
+    draft: Annotated[
+        str,
+        typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN)."),
+    ] = "",
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
+    ] = None,
+) -> None:
+    """Time a verify step of the fused verifier, stage by stage and whole, against this GPU's read bandwidth."""
+    if not torch.cuda.is_available():
+        raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
+    if tp > 1 and emulate_tp > 1:
+        raise ConfigError("--tp measures ranks that work together, --emulate-tp one of them alone; give only one")
+    found = torch.cuda.device_count()
+    if 1 < tp > found:
+        raise DsparkError(f"--tp {tp}: found {found} GPU{'s' * (found != 1)}; use fewer ranks or --emulate-tp {tp}")
+    if draft not in {"", "dspark", "mtp"}:
+        raise ConfigError(f"--draft: expected dspark or mtp, got {draft!r}")
+    windows = _windows(tokens)
+    folder = locate_target(weights) if weights != "random" else _config_folder(target)
+    if weights != "random" and load_target_config(folder) != load_target_config(_config_folder(target)):
+        raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
+    job = Job(target, weights, folder, emulate_tp, windows, context, draft, json)
+    if tp > 1:
+        start(partial(run, job=job), tp, DEVICE)
+    else:
+        run(ALONE, job)
+
+
+def run(ranks: Ranks, job: Job) -> None:
+    """Measure on one rank; the first one prints and writes."""
+    console = Console(soft_wrap=True, highlight=False, quiet=ranks.rank > 0)
+    config, device = load_target_config(job.folder), torch.device(DEVICE)
+    shard = Shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else Shard(0, job.emulated)
+    capacity_tokens = job.context + slack_tokens(max(job.windows))
+    plan = make_plan(config, shard, capacity_tokens, DTYPE, device, has_mtp=job.draft == "mtp")
+    label = f"one rank of {job.emulated}, communication left out" if job.emulated > 1 else "the whole model on one GPU"
+    if ranks.world_size > 1:
+        label = f"{ranks.world_size} ranks with communication, seen by the first"
+    console.print(f"{job.target}, {job.weights} weights, {label}; {plan.total_bytes / 1e9:.1f} GB")
+    plan.check(free_bytes(device), torch.cuda.get_device_name(device))
+    report: dict[str, Any] = {
+        "target": job.target,
+        "weights": job.weights,
+        "label": label,
+        "context": job.context,
+        "plan_bytes": plan.parts(),
+        "provenance": describe_launch(sys.argv),
+        "windows": [],
+    }
+    save = partial(_save, report, job.json if ranks.rank == 0 else None)
+    save()
+    ranks.reserve(config.hidden_size)
+    clock = Clock(device, ranks)
+    report["read_bytes_per_second"] = bandwidth = read_bandwidth(clock, free_bytes(device))
+    report["graph_start_microseconds"] = clock.start_microseconds
+    console.print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s; start of a graph {clock.start_microseconds:.1f} us")
+    torch.cuda.empty_cache()
+    taps = tuple(range(0, config.num_hidden_layers - 1, -(-config.num_hidden_layers // NUM_TAPS)))
+    drafter_of, draft_taps = _drafters(job, config, shard)
+    if job.weights == "random":
+        weights = random_weights(config, shard, DTYPE, SEED, DEVICE)
+    else:
+        weights = load_weights(job.folder, shard, DTYPE, DEVICE)
+    verifier = Verifier(weights, capacity_tokens, draft_taps or taps, ranks=ranks)
+    rows = Rows(verifier, clock, bandwidth, job.context, console)
+    for num_tokens in job.windows:
+        found: dict[str, Any] = {"tokens": num_tokens}
+        report["windows"].append(found)
+        rows.measure(num_tokens, found, save)
+        if drafter_of is not None and num_tokens > 1:
+            rows.measure_cycles(drafter_of(verifier, num_tokens - 1), found, save)
+
+
+def _drafters(
+    job: Job, config: TargetConfig, shard: Shard
+) -> tuple[Callable[[Verifier, int], Drafter] | None, tuple[int, ...]]:
+    """What makes a drafter of so many tokens for a verifier, and the layers that it taps."""
+    if not job.draft:
+        return None, ()
+    if job.draft == "mtp":
+        if job.weights == "random":
+            mtp = random_mtp(config, shard, DTYPE, SEED, DEVICE)
+        else:
+            mtp = load_mtp(job.folder, shard, DTYPE, DEVICE)
+        return (lambda verifier, num_drafts: MtpDrafter(verifier, mtp, num_drafts)), ()
+    draft = random_draft(load_run(_run_file(job.target)).draft, DTYPE, DEVICE, SEED)
+    own = draft_weights(draft, shard, DTYPE, DEVICE)
+    return (lambda verifier, num_drafts: BlockDrafter(verifier, own, num_drafts)), draft.config.target_layer_ids
+
+
+def _save(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json_text.dumps(report, indent=2) + "\n")
+
+
+def _windows(tokens: str) -> tuple[int, ...]:
+    parts = tokens.split(",")
+    if not all(len(part) < 5 and part.strip().isdecimal() and 1 <= int(part) <= MAX_TOKENS for part in parts):
+        raise ConfigError(f"--tokens: expected numbers in 1..{MAX_TOKENS}, separated by commas, got {tokens!r}")
+    return tuple(int(part) for part in parts)
+
+
+def _run_file(target: str) -> Path:
+    """The run that says which shape a draft of the target has."""
+    path = CONFIGS / f"{target}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"--draft dspark: no {path.name} in configs/ says what shape the draft of {target} has")
+    return path
+
+
+def _config_folder(target: str) -> Path:
+    shipped = CONFIGS / "targets" / target
+    return shipped if (shipped / "config.json").is_file() else locate_target(target)

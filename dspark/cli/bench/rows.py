@@ -1,0 +1,91 @@
+"""What dspark bench verify measures and prints: a window's step with its stages, and a draft's whole cycles."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dspark.verifier import Step, Verifier
+from dspark.verifier.calls import Call
+from dspark.verifier.drafting import Cycle, Drafter, time_parts
+from dspark.verifier.timing import Clock, distinct_experts, fill, record_step, time_stages, time_step
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Measures one verifier after ``context`` tokens; all is kept in ``found`` and saved as it comes."""
+
+    verifier: Verifier
+    clock: Clock
+    bandwidth: float
+    context: int
+    console: Console
+
+    def measure(self, num_tokens: int, found: dict[str, Any], save: Callable[[], None]) -> None:
+        """One window length, with plain and chained launches: the step, then its stages."""
+        verifier, clock, context = self.verifier, self.clock, self.context
+        self.console.rule(f"T = {num_tokens}, context {context}", align="left")
+        hidden_TD = []
+        for kind in ("plain", "chained"):
+            verifier.is_chained = kind == "chained"
+            fill(verifier, num_tokens, context)
+            step = Step(verifier, num_tokens)
+            stages, eager = record_step(step)
+            hidden_TD.append(step().hidden_TD.clone())
+            is_finite, is_equal = bool(hidden_TD[-1].isfinite().all()), torch.equal(eager.hidden_TD, hidden_TD[-1])
+            experts = distinct_experts(stages)
+            timed = time_step(step, clock, context)
+            this = found[kind] = asdict(timed) | {"is_finite": is_finite, "is_replay_equal": is_equal, "stages": []}
+            this["distinct_experts"] = experts
+            self.console.print(
+                f"{kind} launches: whole step {timed.microseconds:.0f} us, back to back "
+                f"{timed.burst_microseconds:.0f} us, {timed.num_launches} launches, "
+                f"{sum(experts) / max(len(experts), 1):.1f} experts a layer (shared one included), "
+                f"finite: {is_finite}, replay equals eager: {is_equal}"
+            )
+            save()
+            self._stages(stages, this, save)
+        found["is_chained_equal"] = torch.equal(*hidden_TD)
+        self.console.print(f"with and without chained launches bit-equal: {found['is_chained_equal']}")
+        save()
+
+    def measure_cycles(self, drafter: Drafter, found: dict[str, Any], save: Callable[[], None]) -> None:
+        """Draft, verify, accept, commit and update as one graph, at temperatures 0 and 1; then the parts, each alone.
+
+        The greedy drafts of random weights repeat themselves, so their window visits fewer experts; drawn ones do not.
+        """
+        context, alone = self.context, found["chained"]["burst_microseconds"]
+        for temperature in (0.0, 1.0):
+            fill(self.verifier, drafter.num_drafts + 1, context)
+            generator = torch.Generator(self.verifier.weights.device).manual_seed(0)  # all ranks draw alike
+            cycle = Cycle(self.verifier, drafter, temperature, generator)
+            timed = time_step(cycle, self.clock, context)
+            parts = time_parts(cycle, self.clock, context)
+            this = found[f"cycle_temperature_{temperature:g}"] = asdict(timed) | {"parts": parts, "stages": []}
+            self.console.print(
+                f"cycle at temperature {temperature:g}, {drafter.num_drafts} drafts: back to back "
+                f"{timed.burst_microseconds:.0f} us, {timed.burst_microseconds - alone:+.0f} to the step alone, "
+                f"{timed.num_launches} launches; " + ", ".join(f"{name} {us:.0f}" for name, us in parts.items())
+            )
+            save()
+            names = {"Draft", "Context", "Update", "Accept", "Arg-max", "Head", "Result", "Start", "Next"}
+            stages = {k: calls for k, calls in record_step(cycle)[0].items() if k.split()[0] in names}
+            self._stages(stages, this, save)
+
+    def _stages(self, stages: dict[str, list[Call]], this: dict[str, Any], save: Callable[[], None]) -> None:
+        for stage in time_stages(self.verifier, stages, self.clock, self.context):
+            this["stages"].append(asdict(stage))
+            share = stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth
+            launches = "?" if stage.num_launches is None else f"{stage.num_launches:g}"
+            self.console.print(
+                f"{stage.name:30} x{stage.num_calls:<3} {launches:>4} launches {stage.num_bytes / 1e6:9.2f} MB "
+                f"{stage.microseconds:8.2f} us {share:6.1%} {stage.microseconds * stage.num_calls:8.0f} us in all"
+            )
+            save()
+        this["num_bytes"], total = (
+            sum(row[key] * row["num_calls"] for row in this["stages"]) for key in ("num_bytes", "microseconds")
+        )
+        this["floor_microseconds"] = floor = this["num_bytes"] / self.bandwidth * 1e6
+        self.console.print(f"sum of stages {total:.0f} us; {this['num_bytes'] / 1e9:.2f} GB, byte floor {floor:.0f} us")

@@ -1,0 +1,86 @@
+"""Attention of a draft's block in three launches: ``write`` the block's rows, ``attend`` in splits, ``merge`` them.
+
+The context's keys and values and, behind them, those of the block lie in one cache of fixed memory, row j for position
+j. Its length lies on the device: nothing here waits for it on a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from dspark.kernels.block_attention import reference
+from dspark.kernels.checks import expect, expect_window
+
+__all__ = ["attend", "merge", "write"]
+
+
+def write(
+    qkv_TC: Tensor, q_norm_E: Tensor, k_norm_E: Tensor, eps: float, angles_JE2: Tensor, start_1: Tensor,
+    keys_HJE: Tensor, values_HJE: Tensor, num_query_heads: int, *, is_chained: bool = False,
+) -> Tensor:  # fmt: skip
+    """Queries, normed and rotated; writes T rows of keys (likewise) and values at ``start .. start+T-1`` in place.
+
+    Shapes: qkv_TC rows ``queries | keys | values`` (num_query_heads, H, H heads of E; none of the first for context
+    rows), any T, may be strided in T; angles_JE2 cosine and sine of every position [J, E / 2, 2] in float32 (float64
+    for float64), of the pairs (i, i + E / 2); start_1 int64; keys and values may be strided in H; one dtype. Rows past
+    the capacity J are dropped. Returns q_THE [T, num_query_heads, E], unscaled.
+    Raises: ValueError for another shape or dtype.
+    """
+    dtype, (num_heads, num_rows, width) = qkv_TC.dtype, keys_HJE.shape
+    expect("qkv_TC", qkv_TC, (len(qkv_TC), (num_query_heads + 2 * num_heads) * width), dtype, num_strided=1)
+    expect("q_norm_E", q_norm_E, (width,), dtype)
+    expect("k_norm_E", k_norm_E, (width,), dtype)
+    expect("angles_JE2", angles_JE2, (num_rows, width // 2, 2), torch.promote_types(dtype, torch.float32))
+    expect("start_1", start_1, (1,), torch.int64)
+    expect("keys_HJE", keys_HJE, (num_heads, num_rows, width), dtype, num_strided=1)
+    expect("values_HJE", values_HJE, (num_heads, num_rows, width), dtype, num_strided=1)
+    inputs = (qkv_TC, q_norm_E, k_norm_E, eps, angles_JE2, start_1, keys_HJE, values_HJE, num_query_heads)
+    if not qkv_TC.is_cuda:
+        return reference.write(*inputs)
+    from dspark.kernels.block_attention import kernel  # Triton, which a CPU may lack
+
+    return kernel.write(*inputs, is_chained=is_chained)
+
+
+def attend(
+    q_THE: Tensor, keys_HJE: Tensor, values_HJE: Tensor, length_1: Tensor, scale: float, num_splits: int, *,
+    is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Every slot of a block reads the rows ``0 .. length+T-1``: the context and, in both directions, the block.
+
+    Split s has the blocks of 64 rows s, s + num_splits, ..., so the work is even at every length. Query head h reads
+    key-value head h // group. Rows behind ``length+T`` may hold anything.
+
+    Shapes: q_THE as ``write`` gives it, T of 1..16; length_1 int64, the rows before the block. Returns context_STHE
+    float32 [num_splits, T, H, E], undefined where a split has no row, and lse_STH float32, the natural logarithm of a
+    split's sum of exponents, -inf there.
+    Raises: ValueError for another shape or dtype.
+    """
+    (num_tokens, num_heads, width), dtype = q_THE.shape, q_THE.dtype
+    expect_window("q_THE", num_tokens)
+    if num_splits < 1 or num_heads % len(keys_HJE):
+        found = f"{num_splits} splits, {num_heads} query heads"
+        raise ValueError(f"q_THE: expected a split, a multiple of {len(keys_HJE)} query heads, found {found}")
+    expect("q_THE", q_THE, (num_tokens, num_heads, width), dtype)
+    for name, rows_HJE in (("keys_HJE", keys_HJE), ("values_HJE", values_HJE)):
+        expect(name, rows_HJE, (*keys_HJE.shape[:2], width), dtype, num_strided=1)
+    expect("length_1", length_1, (1,), torch.int64)
+    if not q_THE.is_cuda:
+        return reference.attend(q_THE, keys_HJE, values_HJE, length_1, scale, num_splits)
+    from dspark.kernels.block_attention import kernel
+
+    return kernel.attend(q_THE, keys_HJE, values_HJE, length_1, scale, num_splits, is_chained=is_chained)
+
+
+def merge(context_STHE: Tensor, lse_STH: Tensor, dtype: torch.dtype, *, is_chained: bool = False) -> Tensor:
+    """The splits of ``attend`` as one: o_TC in ``dtype``, what the output projection reads.
+
+    Raises: ValueError for another shape or dtype.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    expect("context_STHE", context_STHE, (*lse_STH.shape, context_STHE.shape[-1]), wide)
+    expect("lse_STH", lse_STH, tuple(lse_STH.shape), wide)
+    if not lse_STH.is_cuda:
+        return reference.merge(context_STHE, lse_STH, dtype)
+    from dspark.kernels.block_attention import kernel
+
+    return kernel.merge(context_STHE, lse_STH, dtype, is_chained=is_chained)

@@ -1,0 +1,43 @@
+"""Kimi Delta Attention over whole packed sequences, chunk by chunk: what reading a prompt takes."""
+
+import torch
+
+from dspark.kernels.checks import expect
+from dspark.kernels.kda_chunk import reference
+from dspark.kernels.kda_chunk.reference import Chunks, lay_out
+
+__all__ = ["Chunks", "lay_out", "read"]
+
+
+def read(
+    projected_NC: torch.Tensor,
+    history_BWC: torch.Tensor,
+    conv_CJ: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_HE: torch.Tensor,
+    state_BHEF: torch.Tensor,
+    lower_bound: float,
+    chunks: Chunks,
+) -> torch.Tensor:
+    """The outputs of B packed sequences that go on from their histories and states; brings the states on in place.
+
+    Shapes: projected_NC rows [q | k | v | f | g | b] of widths HE, HE, HF, HE, HF, H (E = F; g is not read here), N the
+    sum of the lengths in ``chunks``; history_BWC the J - 1 inputs [q | k | v] before each sequence's first row; conv_CJ
+    J taps (at most 17) of those channels; state_BHEF float32 (zeros for a new sequence).
+    Returns: o_NHF in the projection's dtype. Raises: ValueError on a shape, dtype or stride that does not fit.
+    Source: specs/ling-3.0.md section 4.4; Kimi Linear (arXiv 2510.26692).
+    """
+    batch, (heads, width), num_taps = len(chunks.lengths), dt_bias_HE.shape, conv_CJ.shape[1]
+    inner, dtype = heads * width, projected_NC.dtype
+    expect("projected_NC", projected_NC, (sum(chunks.lengths), 5 * inner + heads), dtype)
+    expect("history_BWC", history_BWC, (batch, num_taps - 1, 3 * inner), dtype)
+    expect("conv_CJ", conv_CJ, (3 * inner, num_taps))
+    expect("a_log_H", a_log_H, (heads,))
+    expect("dt_bias_HE", dt_bias_HE, (heads, width))
+    expect("state_BHEF", state_BHEF, (batch, heads, width, width), torch.promote_types(dtype, torch.float32))
+    inputs = (projected_NC, history_BWC, conv_CJ, a_log_H, dt_bias_HE, state_BHEF, lower_bound, chunks)
+    if not projected_NC.is_cuda:
+        return reference.read(*inputs)
+    from dspark.kernels.kda_chunk import kernel  # Triton, which a CPU may lack
+
+    return kernel.read(*inputs)

@@ -1,0 +1,49 @@
+"""The sequential head of a DSpark draft, slot by slot: the bias of the token before, and the slot's choice."""
+
+import torch
+from torch import Tensor
+
+from dspark.kernels.checks import expect
+from dspark.kernels.markov import reference
+
+__all__ = ["step"]
+
+
+def step(
+    base_V: Tensor, mixed_NR: Tensor, row_1: Tensor | None, w2_VR: Tensor, first_id: int, counters: Tensor, *,
+    noise_V: Tensor | None = None, inverse_temperature_1: Tensor | None = None, logits_V: Tensor | None = None,
+    is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One slot's choice over the V rows of this rank: best_1 float32 and id_1 int64 (row plus ``first_id``).
+
+    The logits are ``base + W2 mixed``, summed in float32 and not rounded. The choice is the largest of
+    ``logits * inverse temperature + noise`` (best_1 is that number), of equal ones the smaller id; NaN counts as -inf.
+    Noise drawn as -log(-log(u)) makes it a sample of the softmax.
+
+    Shapes: base_V, noise_V, logits_V and inverse_temperature_1 float32 (float64 for float64), contiguous; logits_V, if
+    given, receives the logits and may be base_V. mixed_NR and w2_VR of one dtype, contiguous. Row row_1 (int64) of
+    mixed_NR is what W2 is applied to: W1 and the token before for a vanilla head, one computed row and None for others.
+    counters: one int32 number or more, zero before and after.
+    Raises: ValueError for another shape or dtype.
+    Source: DSpark (arXiv 2607.05147), sequential head; Gumbel-max sampling: Maddison et al. 2014 (arXiv 1411.0030).
+    """
+    wide, (num_rows, rank) = torch.promote_types(w2_VR.dtype, torch.float32), w2_VR.shape
+    num_mixed = 1 if row_1 is None else len(mixed_NR)
+    options = (noise_V, inverse_temperature_1, logits_V)
+    for name, tensor, shape, dtype in (
+        ("w2_VR", w2_VR, (num_rows, rank), w2_VR.dtype),
+        ("mixed_NR", mixed_NR, (num_mixed, rank), w2_VR.dtype),
+        ("base_V", base_V, (num_rows,), wide),
+        ("counters", counters, (max(1, counters.numel()),), torch.int32),
+        ("row_1", row_1, (1,), torch.int64),
+        ("noise_V", noise_V, (num_rows,), wide),
+        ("inverse_temperature_1", inverse_temperature_1, (1,), wide),
+        ("logits_V", logits_V, (num_rows,), wide),
+    ):
+        if tensor is not None:
+            expect(name, tensor, shape, dtype)
+    if not base_V.is_cuda:
+        return reference.step(base_V, mixed_NR, row_1, w2_VR, first_id, *options)
+    from dspark.kernels.markov import kernel  # Triton, which a CPU may lack
+
+    return kernel.step(base_V, mixed_NR, row_1, w2_VR, first_id, counters, *options, is_chained=is_chained)

@@ -1,0 +1,16 @@
+"""Speculative decoding on the device: a drafter beside the verifier, and the cycle of both as one captured graph.
+
+A cycle is draft, verify, accept, commit, update. Whatever drafts is a ``Drafter``: ``draft`` puts tokens behind the
+anchor into the verifier's ids_T, ``update`` takes in what the target said about the tokens that were committed.
+``BlockDrafter`` is a DSpark draft, ``MtpDrafter`` the target's own prediction layer.
+"""
+
+from dspark.verifier.drafting.block import BlockDrafter
+from dspark.verifier.drafting.cycle import Cycle, CycleOutput
+from dspark.verifier.drafting.drafter import Drafter, Drafts, Sampler
+from dspark.verifier.drafting.mtp import MtpDrafter
+from dspark.verifier.drafting.timing import time_parts
+from dspark.verifier.drafting.weights import DraftWeights, draft_weights, random_draft
+
+__all__ = ["BlockDrafter", "Cycle", "CycleOutput", "DraftWeights", "Drafter", "Drafts", "MtpDrafter", "Sampler"]
+__all__ += ["draft_weights", "random_draft", "time_parts"]

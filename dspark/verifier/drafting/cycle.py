@@ -1,0 +1,190 @@
+"""The whole cycle on the device, enqueued a cycle ahead: the host reads every result one cycle late."""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from itertools import chain, islice
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
+from dspark.kernels import MAX_TOKENS
+from dspark.verifier.calls import Caller, call
+from dspark.verifier.drafting.acceptance import accept
+from dspark.verifier.drafting.drafter import Drafter, Drafts, Sampler
+from dspark.verifier.engine import Verifier, VerifierCache
+from dspark.verifier.step import Resident, choose_greedily
+from dspark.verifier.window import Window
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this one are greedy, as in ``dspark.decode``."""
+
+Slot = tuple[torch.Tensor, torch.cuda.Event | None]
+"""Memory of the host that a result is copied to without waiting, and what says that it is there."""
+
+
+class CycleOutput(NamedTuple):
+    """What a cycle drafted and committed.
+
+    result_N is what the host reads, int64: how many tokens of the window were committed, the id after them, then all
+    drafts, of which the first count - 1 were accepted.
+    """
+
+    result_N: torch.Tensor
+    drafts: Drafts
+
+
+class Cycle(Resident[CycleOutput]):
+    """Draft, verify, accept, commit and update as one graph, for one sequence at a time.
+
+    One graph, since chained launches end where a graph ends, each graph costs a start, and nothing is decided between
+    the parts. All state lies on the device: a cycle is enqueued before the result of the one before is known. A
+    temperature of 0 is greedy; above, drafts and target are drawn at it, from ``generator`` (of the verifier's device,
+    of one seed on all ranks) or the device's own.
+
+    Raises: ConfigError for another temperature, or drawing on several ranks without a generator; DraftMismatchError for
+    a drafter that was made for another verifier.
+    """
+
+    def __init__(
+        self, verifier: Verifier, drafter: Drafter, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> None:
+        if not 0 <= temperature < inf:
+            raise ConfigError(f"a temperature is a number from 0 on, got {temperature}")
+        if temperature >= GREEDY_TEMPERATURE and generator is None and verifier.ranks.world_size > 1:
+            raise ConfigError(
+                "several ranks draw the same tokens only from generators of one seed: give each of them one"
+            )
+        if drafter.verifier is not verifier:
+            raise DraftMismatchError("this drafter was made for another verifier; make one for this")
+        self.drafter, self._sampler, self._cache = drafter, None, VerifierCache(-1)
+        device, wide = verifier.weights.device, torch.promote_types(verifier.weights.dtype, torch.float32)
+        if temperature >= GREEDY_TEMPERATURE:
+            self._sampler = Sampler(torch.full((1,), 1 / temperature, dtype=wide, device=device), generator)
+        self._slots = deque(_slot(2 + drafter.num_drafts, device) for _ in range(2))
+        self._pending: deque[tuple[Slot, int]] = deque()
+        self._num_committed = 0
+        super().__init__(verifier, drafter.num_drafts + 1, generator)
+
+    @torch.no_grad()
+    def take(self, call: Caller = call) -> CycleOutput:
+        """The cycle itself, kernel by kernel."""
+        drafts = self.draft(call)
+        window, count_1, next_id_1 = self.verify(drafts, call)
+        start_1 = call("Start", self.verifier.buffers.length_1.clone)
+        self.commit(window, count_1, next_id_1, call)
+        self.drafter.update(window, start_1, count_1, call)
+        return CycleOutput(call("Result", self._result, count_1), drafts)
+
+    def draft(self, call: Caller) -> Drafts:
+        """Put drafts behind the anchor."""
+        return self.drafter.draft(self._sampler, call)
+
+    def verify(self, drafts: Drafts, call: Caller) -> tuple[Window, torch.Tensor, torch.Tensor]:
+        """The target's pass over anchor and drafts, and what is kept of them: count_1 and next_id_1."""
+        window = self.verifier.read(self.num_tokens, call)
+        return window, *self._choose(window.hidden_TD, drafts.logits_KV, call)
+
+    def generate(
+        self, prompt_ids_T: torch.Tensor, max_new_tokens: int, stop_ids: Collection[int] = ()
+    ) -> Iterator[int]:
+        """The text after a prompt (int64, at least one id) up to a stop token, which belongs to it, token by token.
+
+        What a cycle committed beyond the end is left out.
+        Raises: ConfigError when prompt, text and two windows exceed the capacity: so no cycle can run out of memory.
+        """
+        needed = len(prompt_ids_T) + max_new_tokens + 2 * self.num_tokens
+        capacity = self.verifier.buffers.capacity_tokens
+        if needed > capacity:
+            raise ConfigError(f"the text needs room for {needed} tokens, the verifier has {capacity}; make it larger")
+        for new_id in islice(chain.from_iterable(self.rounds(prompt_ids_T)), max_new_tokens):
+            yield new_id
+            if new_id in stop_ids:
+                return
+
+    def rounds(self, prompt_ids_T: torch.Tensor) -> Iterator[list[int]]:
+        """The prefill's new id, then every cycle's new ids, without end; the next cycle is enqueued before each.
+
+        Raises: ValueError once another text has taken this one's place.
+        """
+        self.begin(prompt_ids_T)
+        own = self._cache
+        while True:
+            self.verifier.check_held(own)
+            self.enqueue()
+            yield self.receive()
+
+    @torch.no_grad()
+    def begin(self, prompt_ids_T: torch.Tensor) -> None:
+        """Prefill both models and choose the first id. An earlier sequence is forgotten.
+
+        Raises: ConfigError as ``Verifier.prefill``; CheckpointError where the target's logits are no numbers.
+        """
+        verifier, num_prompt = self.verifier, len(prompt_ids_T)
+        self._pending.clear()
+        self._cache, output = verifier.prefill([prompt_ids_T])
+        if bool(verifier.logits(output.last_hidden_ND[-1:]).isnan().any()):
+            raise CheckpointError("the target's logits of the prompt are not numbers; its weights are damaged")
+        taps_NLD, hidden_ND = output.taps_NLD, output.last_hidden_ND
+        count_1, first_id_1 = self._choose(hidden_ND[-1:], None, call)
+        text_T = torch.cat((prompt_ids_T.to(first_id_1.device), first_id_1))
+        for start in range(0, num_prompt, MAX_TOKENS):
+            end = min(start + MAX_TOKENS, num_prompt)
+            verifier.ids_T[1 : end - start] = text_T[start + 1 : end]
+            verifier.ids_T[:1] = text_T[end : end + 1]
+            start_1, end_1 = torch.full_like(count_1, start), torch.full_like(count_1, end)
+            window = Window(taps_NLD[start:end], hidden_ND[start:end], None)
+            self.drafter.update(window, start_1, end_1 - start_1, call)
+        self._num_committed = num_prompt
+        self._send(self._result(count_1), 0)
+
+    def enqueue(self) -> None:
+        """Start a cycle, after ``begin`` and with at most one result not received.
+
+        Raises: ConfigError when the sequence outgrows the memory; ValueError out of turn.
+        """
+        self.verifier.check_held(self._cache)
+        if len(self._pending) == len(self._slots):
+            raise ValueError("two results wait: receive one before a third cycle")
+        self._send(self().result_N, self.num_tokens)
+
+    def receive(self) -> list[int]:
+        """Wait for the oldest result that was not read: its new ids. Raises: ValueError when there is none."""
+        if not self._pending:
+            raise ValueError("no result waits: enqueue a cycle before")
+        (tensor, event), reserved_tokens = self._pending.popleft()
+        if event is not None:
+            event.synchronize()
+        count, next_id, *drafted = tensor.tolist()
+        self._num_committed += min(count, reserved_tokens)
+        self.verifier.most_tokens = self._num_committed + sum(reserved for _, reserved in self._pending)
+        return [*drafted[: count - 1], next_id]
+
+    def _send(self, result_N: torch.Tensor, reserved_tokens: int) -> None:
+        self._slots.rotate()
+        tensor, event = self._slots[0]
+        tensor.copy_(result_N, non_blocking=True)
+        if event is not None:
+            event.record()
+        self._pending.append((self._slots[0], reserved_tokens))
+
+    def _result(self, count_1: torch.Tensor) -> torch.Tensor:
+        return torch.cat((count_1, self.verifier.ids_T[: self.num_tokens]))
+
+    def _choose(
+        self, hidden_TD: torch.Tensor, draft_logits_KV: torch.Tensor | None, call: Caller
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        verifier, sampler = self.verifier, self._sampler
+        if sampler is None:
+            return choose_greedily(verifier, hidden_TD, call)
+        logits_TV, ids_T = call("Head", verifier.logits, hidden_TD), verifier.ids_T[: len(hidden_TD)]
+        draft_KV = logits_TV[:0] if draft_logits_KV is None else draft_logits_KV
+        uniforms_T = torch.rand(ids_T.shape, dtype=torch.float64, device=ids_T.device, generator=sampler.generator)
+        return call("Accept", accept, ids_T, draft_KV, logits_TV, sampler.inverse_temperature_1, uniforms_T)
+
+
+def _slot(num_numbers: int, device: torch.device) -> Slot:
+    is_gpu = device.type == "cuda"
+    event = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
+    return torch.empty(num_numbers, dtype=torch.int64, pin_memory=is_gpu), event

@@ -1,0 +1,149 @@
+"""One rank's blocks over packed rows, from the normed hidden state to the rank's partial sum [N, D].
+
+Matrix products are torch's; the linear attention's chunks and the experts' choice and sum are kernels of ours.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from dspark.kernels import kda, kda_chunk, moe, router
+from dspark.layers.rotary import rotate_interleaved_pairs
+from dspark.target.config import TargetConfig
+from dspark.verifier.plan import PIECE_TOKENS
+from dspark.verifier.weights import LatentWeights, LayerWeights, LinearWeights
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of torch's attention: not cuDNN's, which builds a plan for every new length."""
+
+
+class Rows(NamedTuple):
+    """How the rows of a pass lie: their chunks, the cosine and sine of their positions, and the model's config.
+
+    ``start`` tokens of the only sequence were read before; 0 for several sequences.
+    """
+
+    chunks: kda_chunk.Chunks
+    angles: tuple[torch.Tensor, torch.Tensor]
+    start: int
+    config: TargetConfig
+
+
+def linear_attention(
+    x_ND: torch.Tensor,
+    weights: LinearWeights,
+    index: int,
+    rows: Rows,
+    memory: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Linear attention layer ``index`` (counting these layers only); brings ``memory`` on, in place.
+
+    Shapes: memory state_BHEF and history_BWC; the history of several sequences is read but not kept.
+    """
+    state_BHEF, history_BWC = memory
+    heads, width = weights.dt_bias_LHE.shape[1:]
+    inner, num_history = heads * width, history_BWC.shape[1]
+    projected_NC = functional.linear(x_ND, weights.in_LCD[index])
+    o_NHF = kda_chunk.read(
+        projected_NC,
+        history_BWC,
+        weights.conv_LCJ[index],
+        weights.a_log_LH[index],
+        weights.dt_bias_LHE[index],
+        state_BHEF,
+        rows.config.kda_lower_bound,
+        rows.chunks,
+    )
+    if len(history_BWC) == 1:
+        inputs_NC = projected_NC[-num_history:, : 3 * inner]
+        history_BWC[0] = torch.cat((history_BWC[0], inputs_NC))[-num_history:]
+    gate_NHF = torch.unflatten(projected_NC[:, 4 * inner : 5 * inner], 1, (heads, width))
+    o_NHF = kda.gated_rms_norm(o_NHF, weights.norm_LF[index], gate_NHF, rows.config.rms_norm_eps)
+    return functional.linear(o_NHF.flatten(1), weights.out_LDC[index])
+
+
+def latent_attention(
+    x_ND: torch.Tensor, weights: LatentWeights, rows: Rows, kept_JC: torch.Tensor | None
+) -> torch.Tensor:
+    """A latent attention layer in its plain form. Rows of one sequence are kept in ``kept_JC`` behind the first start.
+
+    Keys and values of the tokens before are expanded again from the kept rows.
+    """
+    config, projected_NC = rows.config, functional.linear(x_ND, weights.in_CD)
+    heads, nope, latent = weights.keys_HEC.shape
+    sizes = [latent, config.qk_rope_head_dim, heads]
+    q_NC, latent_NC, turning_NE, gate_NH = torch.split(projected_NC, [projected_NC.shape[1] - sum(sizes), *sizes], 1)
+    if weights.q_norm_C is not None and weights.q_b_CQ is not None:
+        q_NC = functional.rms_norm(q_NC, weights.q_norm_C.shape, weights.q_norm_C, config.rms_norm_eps)
+        q_NC = functional.linear(q_NC, weights.q_b_CQ)
+    q_NHE = torch.unflatten(q_NC, 1, (heads, -1))
+    turning_NHE = torch.cat((q_NHE[..., nope:], turning_NE[:, None]), 1)
+    turned_NHE = rotate_interleaved_pairs(turning_NHE, *(angle[:, None] for angle in rows.angles))
+    q_NHE = torch.cat((q_NHE[..., :nope], turned_NHE[:, :-1]), -1)
+    latent_NC = functional.rms_norm(latent_NC, weights.kv_norm_C.shape, weights.kv_norm_C, config.rms_norm_eps)
+    rows_JC = torch.cat((latent_NC, turned_NHE[:, -1]), 1)
+    if kept_JC is not None:
+        end = rows.start + len(rows_JC)
+        kept_JC[rows.start : end] = rows_JC
+        rows_JC = kept_JC[:end]
+    latent_JC = rows_JC[:, :latent]
+    k_JHE, v_JHF = (
+        functional.linear(latent_JC, part_HEC.flatten(0, 1)).view(-1, *part_HEC.shape[:2])
+        for part_HEC in (weights.keys_HEC, weights.values_HFC)
+    )
+    k_JHE = torch.cat((k_JHE, rows_JC[:, None, latent:].expand(-1, heads, -1)), -1)
+    o_NHF = _attend(q_NHE, k_JHE, v_JHF, rows)
+    wide = torch.promote_types(gate_NH.dtype, torch.float32)
+    o_NHF = o_NHF * gate_NH.to(wide).sigmoid().to(o_NHF.dtype).unsqueeze(-1)
+    return functional.linear(o_NHF.flatten(1), weights.out_DC)
+
+
+def feed(x_ND: torch.Tensor, layer: LayerWeights, index: int, config: TargetConfig, dtype: torch.dtype) -> torch.Tensor:
+    """The mixture of experts of layer ``index`` or its dense MLP; the experts' sum is rounded once, to ``dtype``."""
+    experts = layer.experts
+    if layer.router is None:
+        gate_NI, up_NI = functional.linear(x_ND, experts.gate_up_XCD[0]).chunk(2, 1)
+        return functional.linear(moe.swiglu(gate_NI, up_NI), experts.down_XDI[0])
+    sums = []
+    for part_ND in torch.split(x_ND, PIECE_TOKENS):
+        logits_NX = _wide_product(part_ND, layer.router.gate_XD)
+        ids_NJ, weights_NJ = router.choose(logits_NX, layer.router.bias_X, config.router_law)
+        order_M, ends_X = moe.sort_by_expert(ids_NJ, len(experts.limits_X))
+        rows_MD = part_ND.index_select(0, order_M // ids_NJ.shape[1])
+        gate_up_MC = moe.multiply(rows_MD, experts.gate_up_XCD, ends_X)
+        routed_MC, shared_MC = gate_up_MC.tensor_split((-len(part_ND),))  # the shared expert is the last
+        limits = (config.routed_limit(index), config.shared_limit(index))
+        parts = zip((routed_MC, shared_MC), limits, strict=True)
+        act_MI = torch.cat([moe.swiglu(x.chunk(2, 1)[0], x.chunk(2, 1)[1], limit) for x, limit in parts])
+        outputs_MD = moe.multiply(act_MI, experts.down_XDI, ends_X)
+        sums.append(moe.combine(outputs_MD, order_M, weights_NJ, dtype))
+    return torch.cat(sums) if len(sums) > 1 else sums[0]
+
+
+def _attend(q_NHE: torch.Tensor, k_JHE: torch.Tensor, v_JHF: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Causal attention, sequence by sequence; the last query sees all keys."""
+    lengths = list(rows.chunks.lengths)
+    seen = [rows.start + lengths[0], *lengths[1:]]
+    outputs = []
+    for q_THE, k_THE, v_THF in zip(
+        *(torch.split(x, s) for x, s in ((q_NHE, lengths), (k_JHE, seen), (v_JHF, seen))), strict=True
+    ):
+        q, k, v = (x[None].transpose(1, 2) for x in (q_THE, k_THE, v_THF))
+        mask = causal_lower_right(len(q_THE), len(k_THE))
+        if q.is_cuda and v.shape[-1] < q.shape[-1]:  # flash attention takes one width only
+            v = functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        with sdpa_kernel(BACKENDS):
+            o = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.5)
+        outputs.append(o[0, :, :, : v_THF.shape[-1]].transpose(0, 1))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _wide_product(x_ND: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
+    """``x W^T`` in float32 or higher; a GPU sums products of the working dtype, as the engine's router does."""
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    if x_ND.is_cuda and x_ND.dtype != wide:
+        return torch.mm(x_ND, weight_XD.T, out_dtype=wide)
+    return functional.linear(x_ND.to(wide), weight_XD.to(wide))

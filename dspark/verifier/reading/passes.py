@@ -1,0 +1,101 @@
+"""A pass of a rank over packed sequences of any length: embedding, every layer, final norm."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from dspark.errors import ConfigError
+from dspark.kernels import kda_chunk
+from dspark.layers.rotary import rotary_angles
+from dspark.target.loading import check_ids
+from dspark.types import TargetOutput
+from dspark.verifier.buffers import Buffers
+from dspark.verifier.plan import free_bytes, reading_bytes
+from dspark.verifier.ranks import ALONE, Ranks
+from dspark.verifier.reading.blocks import Rows, feed, latent_attention, linear_attention
+from dspark.verifier.weights import VerifierWeights
+
+
+@torch.no_grad()
+def read_packed(
+    weights: VerifierWeights,
+    ids: Sequence[torch.Tensor],
+    target_layer_ids: tuple[int, ...] = (),
+    buffers: Buffers | None = None,
+    start: int = 0,
+    ranks: Ranks = ALONE,
+) -> TargetOutput:
+    """Taps and last hidden state of every token of B sequences (each int64 [T_b], T_b >= 1), in one pass.
+
+    With ``buffers``, of the one sequence that they hold ``start`` tokens of: it is read on and its states, history,
+    latent rows and length are brought on. They differ from those of reading it window by window, and a row from that of
+    another packing, by roundings only: sums of products are taken in another order. ``ranks`` add their partial
+    sums; a rank alone adds its own only.
+
+    Raises: ConfigError when the memory for the intermediates is missing or ids are none of the target's; ValueError for
+    an empty sequence, several sequences with buffers, or a start that those have no room for.
+    """
+    config, device, lengths = weights.config, weights.device, [len(ids_T) for ids_T in ids]
+    if buffers is not None and len(lengths) != 1:
+        raise ValueError(f"the buffers hold one sequence: found {len(lengths)}")
+    room = 0 if buffers is None else buffers.capacity_tokens - sum(lengths)
+    if (buffers is not None or start) and not 0 <= start <= room:
+        raise ValueError(f"start: found {start}, expected 0 to {room}: what the buffers hold before {lengths[0]} more")
+    for ids_T in ids:
+        check_ids(ids_T, config.vocab_size)
+    _check_memory(weights, sum(lengths), len(target_layer_ids), start)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    chunks = kda_chunk.lay_out(lengths, device)
+    positions_N = torch.cat([torch.arange(start, start + length, device=device) for length in lengths])
+    angles = rotary_angles(positions_N, config.qk_rope_head_dim, config.rope_theta, wide)
+    rows = Rows(chunks, angles, start, config)
+    dtype = wide if ranks.world_size > 1 else weights.dtype  # of partial sums, rounded once they are whole
+    residual_ND = weights.embedding_VD[torch.cat(list(ids)).to(device)]
+    norms = [layer.input_norm_D for layer in weights.layers[1:]] + [weights.norm_D]
+    taps: dict[int, torch.Tensor] = {}
+    first_D, eps = weights.layers[0].input_norm_D, config.rms_norm_eps
+    x_ND = functional.rms_norm(residual_ND, first_D.shape, first_D, eps)
+    num_linear = 0
+    for index, (layer, next_norm_D) in enumerate(zip(weights.layers, norms, strict=True)):
+        if layer.latent is None:
+            assert weights.linear is not None
+            memory = _linear_memory(weights, buffers, num_linear, len(lengths))
+            partial_ND = linear_attention(x_ND, weights.linear, num_linear, rows, memory)
+            num_linear += 1
+        else:
+            kept_JC = None if buffers is None else buffers.rows_MJC[index - num_linear]
+            partial_ND = latent_attention(x_ND, layer.latent, rows, kept_JC)
+        partial_ND = partial_ND.to(dtype)
+        residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, layer.post_norm_D, eps)
+        partial_ND = feed(x_ND, layer, index, config, dtype)
+        residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, next_norm_D, eps)
+        if index in target_layer_ids:
+            taps[index] = residual_ND
+    if buffers is not None:
+        buffers.length_1.fill_(start + lengths[0])
+    chosen = [taps[layer] for layer in target_layer_ids]
+    return TargetOutput(torch.stack(chosen, 1) if chosen else x_ND.new_empty(len(x_ND), 0, x_ND.shape[1]), x_ND)
+
+
+def _linear_memory(
+    weights: VerifierWeights, buffers: Buffers | None, index: int, num_sequences: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State and history of linear attention layer ``index``: the buffers' own, or fresh ones."""
+    if buffers is not None:
+        return buffers.state_LHEF[index][None], buffers.history_LWC[index][None]
+    linear = weights.linear
+    assert linear is not None
+    (_, heads, width), (_, channels, num_taps) = linear.dt_bias_LHE.shape, linear.conv_LCJ.shape
+    state_BHEF = linear.dt_bias_LHE.new_zeros(num_sequences, heads, width, width)
+    return state_BHEF, linear.conv_LCJ.new_zeros(num_sequences, num_taps - 1, channels)
+
+
+def _check_memory(weights: VerifierWeights, num_tokens: int, num_taps: int, start: int) -> None:
+    needed = reading_bytes(weights.config, weights.shard, num_tokens, weights.dtype, num_taps, start)
+    free = free_bytes(weights.device)
+    if needed > free:
+        raise ConfigError(
+            f"reading {num_tokens} tokens together takes {needed / 1e9:.2f} GB, {weights.device} has "
+            f"{free / 1e9:.2f} GB free; read fewer at a time"
+        )

@@ -1,0 +1,72 @@
+"""The ranks of GPUs in processes on CPUs: files that all of them map in place of peer memory, kernels interpreted."""
+
+from pathlib import Path
+
+import torch
+from ranking import LAYERS
+from safetensors.torch import save_file
+from verifying import random_ids
+
+from dspark.kernels import MAX_TOKENS, exchange
+from dspark.target.loading import NANO_FOLDER
+from dspark.verifier import Step, Verifier
+from dspark.verifier.ranks import Processes
+from dspark.verifier.ranks.devices import Devices
+
+
+class OverFiles(Devices):
+    """``Devices`` whose slots lie in files."""
+
+    def __init__(self, ranks: Processes, folder: Path) -> None:
+        super().__init__(ranks.store, ranks.rank, ranks.world_size, ranks.limit_seconds)
+        self.folder = folder
+
+    def reserve(self, width: int) -> None:
+        if width not in self._exchanges:
+            size = exchange.NUM_TURNS * self.world_size * MAX_TOKENS * width
+            slots = [
+                torch.from_file(str(self.folder / f"{width}-{rank}"), shared=True, size=size, dtype=torch.float32)
+                for rank in range(self.world_size)
+            ]
+            self._kept += slots
+            self._exchanges[width] = exchange.Exchange(
+                self.rank,
+                torch.tensor([memory.data_ptr() for memory in slots]),
+                exchange.empty_slots(slots[self.rank], self.world_size, MAX_TOKENS, width),
+                torch.zeros(MAX_TOKENS, dtype=torch.int32),
+                torch.zeros(MAX_TOKENS, dtype=torch.int32),
+                self.limit_seconds,
+            )
+        Processes.reserve(self, width)
+
+
+@torch.no_grad()
+def say_a_little(verifier: Verifier) -> dict[str, torch.Tensor]:
+    """A prompt, a window of wrong and right drafts, and what follows."""
+    prompt_T = random_ids(verifier.vocab_size, 3)
+    _, output = verifier.prefill([prompt_T])
+    logits_NV = verifier.logits(output.last_hidden_ND)
+    step = Step(verifier, 3)
+    step.ids_T.copy_(logits_NV[-1].argmax().expand(3))
+    found = {"prompt": output.last_hidden_ND, "taps": output.taps_NLD, "logits": logits_NV}
+    taken = step()
+    found |= {"count": taken.count_1, "next": taken.next_id_1, "hidden": taken.hidden_TD}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def speak_over_files(ranks: Processes, folder: Path) -> None:
+    """The nano target on ranks over files, and sums longer than a window."""
+    torch.set_num_threads(1)
+    exchange._expect_rows = lambda *arguments: None
+    together = OverFiles(ranks, folder)
+    verifier = Verifier.load(NANO_FOLDER, 64, LAYERS, torch.float32, "cpu", together)
+    found = say_a_little(verifier)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    parts_TKD = torch.randn(19, 2, verifier.hidden_size, generator=generator)
+    residual_TD, weight_D = torch.ones(19, verifier.hidden_size), torch.ones(verifier.hidden_size)
+    for name, way in (("long", together), ("long by sockets", ranks)):
+        found[name] = way.add_norm(parts_TKD, None, residual_TD, weight_D, 1e-6)[0]
+    values = torch.arange(3 * 700).view(3, 700) + ranks.rank
+    for name, way in (("gathered", together), ("gathered by sockets", ranks)):
+        found[name] = way.gather(values)
+    save_file(found, folder / f"{ranks.rank}.safetensors")
