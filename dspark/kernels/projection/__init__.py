@@ -95,12 +95,11 @@ def project_prepared(
     expect("out[1]", out[1], shape, wide)
     if not x_TD.is_cuda:
         return reference.project_prepared(x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out)
-    from dspark.kernels.projection import even, kernel
+    from dspark.kernels.projection import kernel
 
-    given = (x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound)
-    if even.fits(weight_CD):
-        return even.project_prepared(*given, out, is_chained=is_chained)
-    return kernel.project_prepared(*given, counters, out, is_chained=is_chained)
+    kernel.project_prepared(
+        x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, counters, out, is_chained=is_chained
+    )
 
 
 def _check(x_TD: torch.Tensor, weight_CD: torch.Tensor, counters: torch.Tensor) -> None:
