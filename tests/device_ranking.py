@@ -1,8 +1,5 @@
 """What ranks on GPUs do in their tests: sums and gathers against the reference, delays, replays, times."""
 
-from collections.abc import Callable
-from statistics import median
-
 import torch
 import triton
 import triton.language as tl
@@ -107,23 +104,3 @@ def delayed_sums(ranks: Ranks, is_chained: bool, num_calls: int) -> None:
     assert_alike(ranks, torch.stack(sums), "10^5 sums")
     torch.cuda.synchronize()
     ranks.begin_step()
-
-
-def microseconds(ranks: Ranks, function: Callable[[bool], object], is_chained: bool, num_calls: int = 84) -> float:
-    """Of one call among so many in a graph; the median of replays that begin together."""
-    captured = Captured(
-        lambda: [function(is_chained) for _ in range(num_calls)][-1],
-        torch.device("cuda", torch.cuda.current_device()),
-    )
-    flag, sweep = torch.zeros(1, device="cuda"), torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(30):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        ranks.gather(flag)
-        sweep.zero_()
-        before.record()
-        captured()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after) * 1e3 / num_calls)
-    return median(times)

@@ -67,20 +67,27 @@ def verify(
         Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
     ] = None,
 ) -> None:
-    """Time a verify step of the fused verifier, stage by stage and whole, against this GPU's read bandwidth."""
-    if not torch.cuda.is_available():
-        raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
+    """Time a verify step of the fused verifier, stage by stage and whole, against this GPU's read bandwidth.
+
+    Needs a CUDA GPU of compute capability 9.0 or later.
+    """
     if tp > 1 and emulate_tp > 1:
         raise ConfigError("--tp measures ranks that work together, --emulate-tp one of them alone; give only one")
     found = torch.cuda.device_count()
-    if 1 < tp > found:
+    if 1 < tp > found > 0:
         raise DsparkError(f"--tp {tp}: found {found} GPU{'s' * (found != 1)}; use fewer ranks or --emulate-tp {tp}")
     if draft not in {"", "dspark", "mtp"}:
         raise ConfigError(f"--draft: expected dspark or mtp, got {draft!r}")
     windows = _windows(tokens)
+    if draft and max(windows) == 1:
+        raise ConfigError("--draft: a window of one token has no draft in it; give --tokens of 2 or more")
+    if draft == "dspark":
+        _run_file(target)
     folder = locate_target(weights) if weights != "random" else _config_folder(target)
     if weights != "random" and load_target_config(folder) != load_target_config(_config_folder(target)):
         raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
+    if not torch.cuda.is_available():
+        raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
     job = Job(target, weights, folder, emulate_tp, windows, context, draft, json)
     if tp > 1:
         start(partial(run, job=job), tp, DEVICE)

@@ -13,7 +13,7 @@ from torch import multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from dspark.errors import DsparkError, RankError, one_line
+from dspark.errors import ConfigError, DsparkError, RankError, one_line
 from dspark.verifier.ranks.devices import Devices
 from dspark.verifier.ranks.processes import Processes, last_step
 
@@ -29,8 +29,12 @@ def start(
     On ``cuda`` a rank takes the GPU of its number, which must see the others' memory. A rank that the others wait for
     longer than ``limit_seconds`` ends them.
     Raises: RankError with one line: the message of the first rank that failed, or which one ended how. The other
-    ranks are ended too.
+    ranks are ended too. ConfigError for fewer GPUs than ranks, or another kind of device.
     """
+    if world_size < 1 or device_type not in {"cpu", "cuda"}:
+        raise ConfigError(f"ranks are one or more processes on cpu or cuda, got {world_size} on {device_type}")
+    if device_type == "cuda" and torch.cuda.device_count() < world_size:
+        raise ConfigError(f"{world_size} ranks need as many GPUs, torch finds {torch.cuda.device_count()}")
     listener = socket.create_server((LOCALHOST, 0))  # the store would listen to the whole network
     port = listener.getsockname()[1]
     store = TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -8,7 +8,7 @@ from torch.nn import functional
 from dspark.errors import ConfigError
 from dspark.kernels import kda_chunk
 from dspark.layers.rotary import rotary_angles
-from dspark.target.loading import check_ids
+from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
 from dspark.verifier.buffers import Buffers
 from dspark.verifier.plan import free_bytes, reading_bytes
@@ -42,8 +42,8 @@ def read_packed(
     room = 0 if buffers is None else buffers.capacity_tokens - sum(lengths)
     if (buffers is not None or start) and not 0 <= start <= room:
         raise ValueError(f"start: found {start}, expected 0 to {room}: what the buffers hold before {lengths[0]} more")
-    for ids_T in ids:
-        check_ids(ids_T, config.vocab_size)
+    check_taps(target_layer_ids, config.num_hidden_layers)
+    check_ids(torch.cat([ids_T.flatten() for ids_T in ids] or [torch.zeros(0, dtype=torch.int64)]), config.vocab_size)
     _check_memory(weights, sum(lengths), len(target_layer_ids), start)
     wide = torch.promote_types(weights.dtype, torch.float32)
     chunks = kda_chunk.lay_out(lengths, device)
