@@ -1,5 +1,6 @@
 """The device-resident step: verify a window, accept greedily, commit, and leave the next token in place."""
 
+from abc import ABC, abstractmethod
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ class StepOutput(NamedTuple):
     hidden_TD: torch.Tensor
 
 
-class Resident(Generic[OutputT]):
+class Resident(ABC, Generic[OutputT]):
     """A window of T tokens and all that follows it, ``take``, captured once: nothing in it reads the device.
 
     A replayed one gives its output in the same memory each time. Without a rank it means nothing: the next one raises
@@ -51,9 +52,9 @@ class Resident(Generic[OutputT]):
         self.verifier.most_tokens += self.num_tokens
         return self.captured()
 
+    @abstractmethod
     def take(self, call: Caller = call) -> OutputT:
         """The thing itself, kernel by kernel."""
-        raise NotImplementedError
 
     def commit(self, window: Window, count_1: torch.Tensor, next_id_1: torch.Tensor, call: Caller) -> None:
         """Make what is kept permanent, and the id after it the next anchor."""

@@ -1,20 +1,16 @@
 """Reading packed sequences: the plain target's taps and states, packed as separate, in pieces as whole, over ranks."""
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from verifying import random_ids
+from verifying import Pair, random_ids
 
 from dspark.errors import ConfigError
-from dspark.kernels import residual
 from dspark.target.model import LingModel
 from dspark.types import TargetOutput
 from dspark.verifier import Shard, Verifier, load_weights
 from dspark.verifier.plan import reading_bytes
-from dspark.verifier.ranks import Ranks
 from dspark.verifier.reading import passes, read_packed
 
 LENGTHS = (1, 17, 40, 16)
@@ -75,40 +71,17 @@ def test_prefill_whole_or_in_pieces_leaves_the_memory_that_windows_leave(
     assert_near(continued, TargetOutput(longer.taps_NLD[49:], longer.last_hidden_ND[49:]), 5e-5)
 
 
-class Pair(Ranks):
-    """Two ranks in two threads."""
-
-    world_size = 2
-
-    def __init__(self) -> None:
-        self.meeting, self.parts = threading.Barrier(2), {}
-
-    def add_norm(self, parts_TKD: torch.Tensor, weights_TK: None, *rest: Any, is_chained: bool = False) -> Any:
-        self.parts[threading.get_ident()] = parts_TKD
-        self.meeting.wait(60)
-        both_TKD = torch.cat(list(self.parts.values()), 1)
-        self.meeting.wait(60)
-        return residual.add_norm(both_TKD, None, *rest)
-
-
 @torch.no_grad()
 def test_ranks_add_their_partial_sums(folder: Path, verifier: Verifier) -> None:
     ids = [random_ids(verifier.vocab_size, length, seed=length) for length in (3, 20)]
-    device, pair = verifier.weights.device, Pair()
-    outputs: dict[int, TargetOutput] = {}
+    whole, pair = read_packed(verifier.weights, ids, (0, 3)), Pair()
 
-    def read(rank: int) -> None:
-        weights = load_weights(folder, Shard(rank, 2), torch.float32, device)
-        outputs[rank] = read_packed(weights, ids, (0, 3), ranks=pair)
+    def read(rank: int) -> TargetOutput:
+        weights = load_weights(folder, Shard(rank, 2), torch.float32, verifier.weights.device)
+        return read_packed(weights, ids, (0, 3), ranks=pair)
 
-    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    whole = read_packed(verifier.weights, ids, (0, 3))
-    for rank in range(2):
-        assert_near(outputs[rank], whole)
+    for output in pair.run(torch.no_grad()(read)):
+        assert_near(output, whole)
 
 
 def test_what_cannot_be_read_is_refused(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:

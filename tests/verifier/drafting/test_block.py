@@ -1,6 +1,5 @@
 """A draft on the engine's kernels says what the plain draft says, whatever was accepted before."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from tiny import write_tiny_ling
 from toy import chi_square_p_value
-from verifying import random_ids
+from verifying import Pair, random_ids
 
 from dspark.config import DraftConfig
 from dspark.decode.sampling import Sampling, token_probs
@@ -26,7 +25,7 @@ from dspark.target.loading import NANO_FOLDER
 from dspark.types import Proposal
 from dspark.verifier import Shard, Verifier, load_weights
 from dspark.verifier.calls import call
-from dspark.verifier.drafting import BlockDrafter, Drafts, Sampler, block, draft_weights
+from dspark.verifier.drafting import BlockDrafter, Drafts, Sampler, draft_weights
 from dspark.verifier.window import Window
 
 KERNELS = [
@@ -204,31 +203,6 @@ def test_drafts_on_kernels_are_the_plain_drafts(
     assert not verifier.buffers.counters.any()
 
 
-class Meeting:
-    """Two ranks in two threads."""
-
-    world_size = 2
-
-    def __init__(self) -> None:
-        self.barrier, self.given, self.own = threading.Barrier(2, timeout=60), [None, None], threading.local()
-
-    def exchange(self, value: Any) -> list[Any]:
-        self.given[self.own.rank] = value
-        self.barrier.wait()
-        found = list(self.given)
-        self.barrier.wait()
-        return found
-
-    def add_norm(
-        self, parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, *others: Any, is_chained: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert weights_TK is None
-        return block.residual.add_norm(torch.cat(self.exchange(parts_TKD), 1), None, *others)
-
-    def gather(self, values: torch.Tensor, *, is_chained: bool) -> torch.Tensor:
-        return torch.stack(self.exchange(values))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks in two threads, on the CPU")
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_two_ranks_draft_what_one_drafts(
@@ -243,25 +217,13 @@ def test_two_ranks_draft_what_one_drafts(
         return drafter.verifier.ids_T.tolist(), drafts
 
     expected = run(drafter_of(draft))
-    meeting, found = Meeting(), [expected] * 2
-    drafters = []
+    pair, drafters = Pair(), []
     for rank in range(2):
         shard = Shard(rank, 2)
         verifier = Verifier(load_weights(NANO_FOLDER, shard, torch.float32), 64, draft.config.target_layer_ids)
-        verifier.ranks = meeting  # type: ignore[assignment]
+        verifier.ranks = pair
         drafters.append(BlockDrafter(verifier, draft_weights(draft, shard, torch.float32), 8))
-
-    def work(rank: int) -> None:
-        meeting.own.rank = rank
-        found[rank] = run(drafters[rank])
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found[0] is not expected
-    for ids, drafts in found:
+    for ids, drafts in pair.run(lambda rank: run(drafters[rank])):
         assert ids == expected[0]
         for ours, theirs in zip(drafts, expected[1], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

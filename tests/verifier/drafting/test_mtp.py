@@ -1,7 +1,6 @@
 """The prediction layer on the engine drafts what a loop over the plain layer drafts, and texts stay the target's."""
 
 import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from published import FLASH, TINY
 from tiny import write_tiny_ling
 from tokenizers import Tokenizer
 from toy import chi_square_p_value
-from verifier.drafting.test_block import Meeting, update
+from verifier.drafting.test_block import update
 from verifier.drafting.test_cycle import HostReads, flat, law
 from verifier.test_kernels import KERNELS
-from verifying import random_ids
+from verifying import Pair, random_ids
 
 from dspark.decode.sampling import Sampling, token_probs
 from dspark.errors import ConfigError, DraftMismatchError
-from dspark.kernels.residual.reference import partial_sum
 from dspark.target.checkpoint.shapes import mtp_prefix, tensor_shapes
 from dspark.target.config import load_target_config, parse_target_config
 from dspark.target.loading import NANO_FOLDER, load_target
@@ -304,12 +302,6 @@ def test_cycles_are_enqueued_without_waiting_and_can_be_run_again(temperature: f
         assert all(call_bytes(one, 21) > 0 for name in own for one in stages[name])
 
 
-class WeighedMeeting(Meeting):
-    def add_norm(self, *args: Any, is_chained: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        parts_TKD, weights_TK, *others = args
-        return super().add_norm(partial_sum(parts_TKD, weights_TK)[:, None], None, *others, is_chained=is_chained)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks in two threads, on the CPU")
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_two_ranks_draft_what_one_drafts(is_greedy: bool, folder: Path) -> None:
@@ -323,22 +315,10 @@ def test_two_ranks_draft_what_one_drafts(is_greedy: bool, folder: Path) -> None:
         return drafter.verifier.ids_T.tolist(), drafts
 
     expected = run(drafter_of(folder, 4))
-    meeting, found = WeighedMeeting(), [expected] * 2
-    drafters = [drafter_of(folder, 4, Shard(rank, 2)) for rank in range(2)]
+    pair, drafters = Pair(), [drafter_of(folder, 4, Shard(rank, 2)) for rank in range(2)]
     for drafter in drafters:
-        drafter.verifier.ranks = meeting  # type: ignore[assignment]
-
-    def work(rank: int) -> None:
-        meeting.own.rank = rank
-        found[rank] = run(drafters[rank])
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found[0] is not expected
-    for ids, drafts in found:
+        drafter.verifier.ranks = pair
+    for ids, drafts in pair.run(lambda rank: run(drafters[rank])):
         assert ids == expected[0]
         torch.testing.assert_close(drafts.logits_KV, expected[1].logits_KV, rtol=1e-4, atol=1e-4)
 
