@@ -57,6 +57,7 @@ def _main() -> None:
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module = importlib.import_module(sys.argv[1])
     rows = []
@@ -71,7 +72,8 @@ def _main() -> None:
             name: kind.startswith("*") or (kind == "i32" and "stride" in name) for name, kind in signature.items()
         }
         places = [function.arg_names.index(name) for name in signature if is_aligned[name]]
-        source = triton.compiler.ASTSource(
+        source_of = GluonASTSource if function.is_gluon() else triton.compiler.ASTSource
+        source = source_of(
             fn=function,
             signature=signature,
             constexprs=constexprs,

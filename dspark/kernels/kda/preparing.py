@@ -1,16 +1,18 @@
-"""``reference.prepare`` on a tile [channels, 16 tokens] of the in-projection. Device functions only."""
+"""``reference.prepare`` on a tile [channels, 16 tokens] of the in-projection. Device functions only.
+
+Nothing here makes a tile of its own, so that Gluon kernels, whose tiles have layouts, can call it too.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def load_parameters(history, conv, a_log, dt_bias, rows, H: tl.constexpr, E: tl.constexpr, J: tl.constexpr):
-    """What ``prepare`` needs beside the projection, of channels ``rows`` [any, 1]; read ahead of it.
+def load_parameters(history, conv, a_log, dt_bias, rows, w, H: tl.constexpr, E: tl.constexpr, J: tl.constexpr):
+    """What ``prepare`` needs beside the projection, of channels ``rows`` [any, 1]; read ahead of it. w: 0..15 [1, 16].
 
     The J taps, the history [any, 16] (J - 1 columns of it), decay rate and bias.
     """
-    w = tl.arange(0, 16)[None, :]
     is_mixed = rows < 3 * H * E
     taps = ()
     for j in tl.static_range(J):
@@ -23,14 +25,14 @@ def load_parameters(history, conv, a_log, dt_bias, rows, H: tl.constexpr, E: tl.
 
 
 @triton.jit
-def prepare(y, taps, old, rate, bias, lower_bound, rows, H: tl.constexpr, E: tl.constexpr, J: tl.constexpr):
+def prepare(y, taps, old, rate, bias, lower_bound, rows, w, H: tl.constexpr, E: tl.constexpr, J: tl.constexpr):
     """float32 [rows, 16] from the rounded projection y, in float32."""
-    place = tl.broadcast_to(tl.arange(0, 16)[None, :], y.shape)
-    sum_ = tl.zeros(y.shape, tl.float32)
+    place = tl.broadcast_to(w, y.shape)
     for j in tl.static_range(J):  # input j of a token is row token + j of the history followed by y
         row = place + j
         before, after = tl.gather(old, tl.minimum(row, 15), 1), tl.gather(y, tl.maximum(row - (J - 1), 0), 1)
-        sum_ = tl.fma(tl.where(row < J - 1, before, after), tl.broadcast_to(taps[j], y.shape), sum_)
+        x, tap = tl.where(row < J - 1, before, after), tl.broadcast_to(taps[j], y.shape)
+        sum_ = x * tap if j == 0 else tl.fma(x, tap, sum_)
     kept = tl.exp(lower_bound * tl.sigmoid(rate * (y + bias)))
     is_decay = (rows >= 3 * H * E) & (rows < 4 * H * E)
     gated = tl.sigmoid(tl.where(rows < 3 * H * E, sum_, y))

@@ -18,6 +18,7 @@ import triton.language as tl
 from dspark.kernels import launch
 from dspark.kernels.kda.preparing import load_parameters, prepare
 from dspark.kernels.launch import signal, wait
+from dspark.kernels.projection import ring
 
 
 class Tile(NamedTuple):
@@ -162,7 +163,7 @@ def _finish(
     tl.store(y + at, rounded, mask=mask)
     if J > 0:
         taps, old, rate, bias = parameters
-        values = prepare(rounded.to(tl.float32), taps, old, rate, bias, lower_bound, rows, H, E, J)
+        values = prepare(rounded.to(tl.float32), taps, old, rate, bias, lower_bound, rows, tl.arange(0, 16)[None, :], H, E, J)
         tl.store(prepared + at, values, mask=mask)
 
 
@@ -190,7 +191,8 @@ def project_kernel(
     if NUM_CHUNKS > 0:
         prefetch_tile(weight, weight_stride, rows, first + HELD, D, NUM_CHUNKS, CHUNK)
     own_rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
-    parameters = load_parameters(history, conv, a_log, dt_bias, own_rows, H, E, J) if J > 0 else ()
+    token = tl.arange(0, 16)[None, :]
+    parameters = load_parameters(history, conv, a_log, dt_bias, own_rows, token, H, E, J) if J > 0 else ()
     wait(IS_CHAINED)
     signal(IS_CHAINED)
     sums = tl.zeros((ROWS, 16), tl.float32) if SLICES == 1 else tl.zeros((SLICES, ROWS, 16), tl.float32)
@@ -285,7 +287,10 @@ def project_prepared(
     a_log_H: torch.Tensor, dt_bias_HE: torch.Tensor, lower_bound: float, counters: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor], *, is_chained: bool = False, tile: Tile | None = None,
 ) -> None:  # fmt: skip
-    """``reference.project_prepared``; ``tile`` overrides the table."""
+    """``reference.project_prepared``; ``tile`` overrides the table, and the ring where that fits."""
+    if tile is None and ring.fits(x_TD, weight_CD):
+        inputs = (x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out)
+        return ring.project_prepared(*inputs, is_chained=is_chained)
     (num_heads, width), num_taps = dt_bias_HE.shape, conv_CJ.shape[1]
     prepared = {
         "prepared": out[1], "history": history_WC, "conv": conv_CJ, "a_log": a_log_H, "dt_bias": dt_bias_HE,
