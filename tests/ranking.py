@@ -13,7 +13,7 @@ from verifying import CAPACITY_TOKENS, random_ids
 
 from dspark.cli import bench
 from dspark.target.loading import NANO_FOLDER
-from dspark.verifier import Step, Verifier
+from dspark.verifier import Precision, Step, Verifier
 from dspark.verifier.ranks import Ranks
 from dspark.verifier.ranks.launch import run
 
@@ -144,7 +144,8 @@ def measure_on_cpus(ranks: Ranks, path: Path) -> None:
     bench.DEVICE, bench.Clock = "cpu", TenMicroseconds  # type: ignore[assignment,misc]
     bench.read_bandwidth = lambda clock, free_bytes: 1e12
     torch.cuda.get_device_name = lambda device: "a GPU"  # type: ignore[assignment]
-    bench.run(ranks, bench.Job("ling-3.0-nano", str(NANO_FOLDER), NANO_FOLDER, 1, (1, 3), 100, "mtp", path))
+    sizes = (1, (1, 3), 100, "mtp", path, Precision(torch.bfloat16))
+    bench.run(ranks, bench.Job("ling-3.0-nano", str(NANO_FOLDER), NANO_FOLDER, *sizes))
 
 
 def unguarded(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dspark.errors import ConfigError
 from dspark.kernels import MAX_TOKENS
 from dspark.layers.rotary import rotary_angles
 from dspark.target.config import TargetConfig
@@ -49,7 +50,12 @@ class Buffers:
 def allocate_buffers(
     config: TargetConfig, shard: Shard, capacity_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Buffers:
-    """Empty memory for ``capacity_tokens`` committed tokens; on the meta device only its shapes."""
+    """Empty memory for ``capacity_tokens`` committed tokens; on the meta device only its shapes.
+
+    Raises: ConfigError for room for no token.
+    """
+    if capacity_tokens < 1:
+        raise ConfigError(f"capacity_tokens must be at least 1, got {capacity_tokens}")
     wide = torch.promote_types(dtype, torch.float32)
     heads, width = shard.part(config.num_attention_heads), config.head_dim
     num_latent = sum(config.is_latent(layer) for layer in range(config.num_hidden_layers))

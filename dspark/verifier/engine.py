@@ -21,7 +21,7 @@ from dspark.verifier.plan import PIECE_TOKENS, free_bytes, make_plan
 from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.reading import read_packed
 from dspark.verifier.sharding import load_weights
-from dspark.verifier.weights import Shard, VerifierWeights
+from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
 from dspark.verifier.window import Window, read_window
 
 
@@ -35,7 +35,7 @@ class VerifierCache:
 class Verifier:
     """One rank's engine over one sequence at a time.
 
-    Raises: ConfigError for a GPU before sm_90, or tapped layers that are not there.
+    Raises: ConfigError for a GPU before sm_90, room for no token, or tapped layers that are not there.
 
     With all its ``ranks`` it is a whole ``Target`` on each of them, and every rank makes every call, with the same
     arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does.
@@ -73,7 +73,7 @@ class Verifier:
         folder: Path | str,
         capacity_tokens: int,
         target_layer_ids: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: Dtypes = torch.bfloat16,
         device: torch.device | str = "cuda",
         ranks: Ranks = ALONE,
     ) -> Self:

@@ -10,7 +10,7 @@ from dspark.kernels import MAX_TOKENS
 from dspark.target.config import TargetConfig
 from dspark.verifier.blocks import num_splits
 from dspark.verifier.buffers import allocate_buffers
-from dspark.verifier.weights import Shard, allocate, allocate_mtp
+from dspark.verifier.weights import Dtypes, Shard, allocate, allocate_mtp
 
 GRAPH_RESERVE_BYTES = 1 << 30
 """On a GPU, for the context, compiled kernels and captured graphs."""
@@ -54,15 +54,17 @@ def make_plan(
     config: TargetConfig,
     shard: Shard,
     capacity_tokens: int,
-    dtype: torch.dtype,
+    dtype: Dtypes,
     device: torch.device | str = "cpu",
     has_mtp: bool = False,
 ) -> Plan:
     """The plan of one rank with room for ``capacity_tokens``, and its prediction layer; allocates nothing.
 
-    Raises: ConfigError as ``Shard``.
+    Raises: ConfigError as ``Shard`` and ``allocate_buffers``.
     """
     weights = allocate(config, shard, dtype, "meta")
+    mtp_bytes = allocate_mtp(config, shard, dtype, "meta").num_bytes if has_mtp else 0
+    dtype = weights.dtype
     buffers = allocate_buffers(config, shard, capacity_tokens, dtype, "meta")
     tokens, heads = MAX_TOKENS, shard.part(config.num_attention_heads)
     in_rows = 0 if weights.linear is None else weights.linear.in_LCD.shape[0] * weights.linear.in_LCD.shape[1]
@@ -75,7 +77,6 @@ def make_plan(
     window_bytes += logits_bytes + buffers.counters.nbytes
     piece = min(capacity_tokens, PIECE_TOKENS)
     piece_bytes = reading_bytes(config, shard, piece, dtype, start=capacity_tokens - piece)
-    mtp_bytes = allocate_mtp(config, shard, dtype, "meta").num_bytes if has_mtp else 0
     is_gpu = torch.device(device).type == "cuda"
     return Plan(
         weight_bytes=weights.num_bytes + mtp_bytes,

@@ -12,6 +12,7 @@ from dspark.target.checkpoint.shapes import mtp_prefix, tensor_shapes
 from dspark.target.checkpoint.weights import Checkpoint
 from dspark.target.config import TargetConfig, load_target_config
 from dspark.verifier.weights import (
+    Dtypes,
     LatentWeights,
     LayerWeights,
     LinearWeights,
@@ -66,7 +67,7 @@ def mtp_pieces(weights: MtpWeights) -> Iterator[Piece]:
 
 
 def load_weights(
-    folder: Path | str, shard: Shard, dtype: torch.dtype, device: torch.device | str = "cpu"
+    folder: Path | str, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu"
 ) -> VerifierWeights:
     """Read a rank's slices, one checkpoint tensor after the other, from a Hugging Face folder.
 
@@ -75,14 +76,14 @@ def load_weights(
     return _load(folder, lambda config: allocate(config, shard, dtype, device), pieces)
 
 
-def load_mtp(folder: Path | str, shard: Shard, dtype: torch.dtype, device: torch.device | str = "cpu") -> MtpWeights:
+def load_mtp(folder: Path | str, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> MtpWeights:
     """``load_weights`` for the prediction layer. Raises: ConfigError also when the target has none."""
     return _load(folder, lambda config: allocate_mtp(config, shard, dtype, device), mtp_pieces)
 
 
 @torch.no_grad()
 def random_weights(
-    config: TargetConfig, shard: Shard, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+    config: TargetConfig, shard: Shard, dtype: Dtypes, seed: int = 0, device: torch.device | str = "cpu"
 ) -> VerifierWeights:
     """Weights drawn on the device, for measuring without a checkpoint; each rank draws its own.
 
@@ -105,7 +106,7 @@ def random_weights(
 
 @torch.no_grad()
 def random_mtp(
-    config: TargetConfig, shard: Shard, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+    config: TargetConfig, shard: Shard, dtype: Dtypes, seed: int = 0, device: torch.device | str = "cpu"
 ) -> MtpWeights:
     """``random_weights`` for the prediction layer. Raises: ConfigError when the target has none."""
     weights = allocate_mtp(config, shard, dtype, device)

@@ -44,6 +44,29 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """What weights are kept in: the ``working`` dtype; of router gates ("router") and "head" those named in float32.
+
+    Raises: ConfigError for another name.
+    """
+
+    working: torch.dtype
+    float32: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if wrong := self.float32 - {"router", "head"}:
+            raise ConfigError(f"what can be float32 is router and head, got {', '.join(map(repr, sorted(wrong)))}")
+
+    def of(self, part: str) -> torch.dtype:
+        """The dtype of "router" or "head"; of a wider working dtype that one."""
+        return torch.promote_types(self.working, torch.float32) if part in self.float32 else self.working
+
+
+Dtypes = torch.dtype | Precision
+"""One dtype is the working one, of gates and head too."""
+
+
+@dataclass(frozen=True)
 class LinearWeights:
     """All linear attention layers. The rows of in_LCD are q | k | v | f | g | b, those of conv_LCJ q | k | v."""
 
@@ -147,36 +170,34 @@ class MtpWeights:
         return sum(tensor.nbytes for tensor in tensors_of(self))
 
 
-def allocate(
-    config: TargetConfig, shard: Shard, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> VerifierWeights:
+def allocate(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> VerifierWeights:
     """Undefined memory for a rank's weights; on the meta device only their shapes.
 
     Raises: ConfigError as ``Shard.check``.
     """
     shard.check(config)
-    factory: dict[str, Any] = {"dtype": dtype, "device": device}
-    width = config.hidden_size
+    precision = dtype if isinstance(dtype, Precision) else Precision(dtype)
+    factory: dict[str, Any] = {"dtype": precision.working, "device": device}
+    width, gate = config.hidden_size, precision.of("router")
     linear_layers = [layer for layer in range(config.num_hidden_layers) if not config.is_latent(layer)]
     return VerifierWeights(
         config=config,
         shard=shard,
         embedding_VD=torch.empty(config.vocab_size, width, **factory),
         linear=_linear(config, shard, len(linear_layers), factory) if linear_layers else None,
-        layers=tuple(_layer(config, shard, layer, factory) for layer in range(config.num_hidden_layers)),
+        layers=tuple(_layer(config, shard, layer, factory, gate) for layer in range(config.num_hidden_layers)),
         norm_D=torch.empty(width, **factory),
-        head_VD=torch.empty(shard.part(config.vocab_size), width, **factory),
+        head_VD=torch.empty(shard.part(config.vocab_size), width, dtype=precision.of("head"), device=device),
     )
 
 
-def allocate_mtp(
-    config: TargetConfig, shard: Shard, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> MtpWeights:
+def allocate_mtp(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> MtpWeights:
     """``allocate`` for the prediction layer. Raises: ConfigError also when the target has none."""
     shard.check(config)
     if not config.num_nextn_predict_layers:
         raise ConfigError("this target has no prediction layer (num_nextn_predict_layers is 0), so it cannot draft")
-    factory: dict[str, Any] = {"dtype": dtype, "device": device}
+    precision = dtype if isinstance(dtype, Precision) else Precision(dtype)
+    factory: dict[str, Any] = {"dtype": precision.working, "device": device}
     width = config.hidden_size
     return MtpWeights(
         config=config,
@@ -184,7 +205,7 @@ def allocate_mtp(
         enorm_D=torch.empty(width, **factory),
         hnorm_D=torch.empty(width, **factory),
         eh_DC=torch.empty(width, 2 * width, **factory),
-        layer=_layer(config, shard, config.num_hidden_layers, factory),
+        layer=_layer(config, shard, config.num_hidden_layers, factory, precision.of("router")),
         norm_D=torch.empty(width, **factory),
     )
 
@@ -230,12 +251,13 @@ def _latent(config: TargetConfig, shard: Shard, factory: dict[str, Any]) -> Late
     )
 
 
-def _layer(config: TargetConfig, shard: Shard, layer: int, factory: dict[str, Any]) -> LayerWeights:
+def _layer(config: TargetConfig, shard: Shard, layer: int, factory: dict[str, Any], gate: torch.dtype) -> LayerWeights:
     width, is_moe = config.hidden_size, config.is_moe(layer)
     inner = shard.part(config.moe_intermediate_size if is_moe else config.intermediate_size)
     num_experts = config.num_experts if is_moe else 0
     wide = factory | {"dtype": torch.float32}
-    router = RouterWeights(torch.empty(num_experts, width, **factory), torch.empty(num_experts, **wide))
+    gate_XD = torch.empty(num_experts, width, **factory | {"dtype": gate})
+    router = RouterWeights(gate_XD, torch.empty(num_experts, **wide))
     return LayerWeights(
         input_norm_D=torch.empty(width, **factory),
         latent=_latent(config, shard, factory) if config.is_latent(layer) else None,

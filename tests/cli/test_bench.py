@@ -40,6 +40,15 @@ def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "numbers in 1..16" in str(error)
 
 
+def test_what_cannot_be_float32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("a GPU was looked for"))
+    for names in ("experts", "router,embedding", "router,", "Head"):
+        error = run("--target", "ling-3.0-flash", "--float32", names)
+        assert isinstance(error, ConfigError), error
+        assert "float32 is router and head, got" in str(error)
+        assert "\n" not in str(error)
+
+
 def test_weights_of_another_target_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     error = run("--target", "ling-3.0-tiny", "--weights", str(NANO_FOLDER))
@@ -62,7 +71,10 @@ def bench(path: Path, *arguments: str) -> dict[str, Any]:
     sizes = ["--target", "ling-3.0-nano", "--tokens", "1,9", "--context", "100", "--json", str(path)]
     assert run(*sizes, *arguments) is None
     report = json.loads(path.read_text())
-    assert report["label"] == ("one rank of 2, communication left out" if "2" in arguments else WHOLE)
+    label = "one rank of 2, communication left out" if "2" in arguments else WHOLE
+    is_wide = "--float32" in arguments
+    assert report["label"] == label + ("; head and router in float32" if is_wide else "")
+    assert report["float32"] == (["head", "router"] if is_wide else [])
     assert [window["tokens"] for window in report["windows"]] == [1, 9]
     for window in report["windows"]:
         assert window["is_chained_equal"]
@@ -72,7 +84,10 @@ def bench(path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("arguments", [["--weights", str(NANO_FOLDER), "--draft", "mtp"], ["--emulate-tp", "2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--weights", str(NANO_FOLDER), "--draft", "mtp", "--float32", "router,head"], ["--emulate-tp", "2"]],
+)
 def test_every_stage_of_a_step_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:

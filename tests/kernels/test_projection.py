@@ -47,10 +47,16 @@ def is_close(y: torch.Tensor, torch_y: torch.Tensor, truth: torch.Tensor, dtype:
 
 
 def check_project(
-    tokens: int, rows: int, width: int, dtype: torch.dtype, device: torch.device, tile: Tile | None = None
+    tokens: int,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tile: Tile | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     x_TD = normal(tokens, width + 3, dtype=dtype, device=device)[:, :width]
-    weight_CD = normal(rows, width, seed=1, dtype=dtype, device=device) * width**-0.5
+    weight_CD = normal(rows, width, seed=1, dtype=weight_dtype or dtype, device=device) * width**-0.5
     counters = zeros(rows, device)
     y_TC = kernel.project(x_TD, weight_CD, counters, tile=tile)
     assert y_TC.dtype == dtype
@@ -194,13 +200,18 @@ def test_a_tokens_row_does_not_depend_on_the_tokens_beside_it(name: str, kernel_
         assert torch.equal(row_TC, y_TC[t : t + 1])
 
 
-def test_a_float32_result_of_bfloat16_is_not_rounded(kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("name", [None, *TILES])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_float32_result_of_bfloat16_is_not_rounded_nor_is_a_float32_weight(
+    name: str | None, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
     x_TD = normal(3, 100, dtype=torch.bfloat16, device=kernel_device)
-    weight_CD = normal(20, 100, seed=1, dtype=torch.bfloat16, device=kernel_device)
-    y_TC = kernel.project(x_TD, weight_CD, zeros(20, kernel_device), out_dtype=torch.float32)
+    weight_CD = normal(20, 100, seed=1, dtype=dtype, device=kernel_device)
+    tile = None if name is None else TILES[name]
+    y_TC = kernel.project(x_TD, weight_CD, zeros(20, kernel_device), out_dtype=torch.float32, tile=tile)
     truth = x_TD.double() @ weight_CD.double().T
     assert y_TC.dtype == torch.float32
-    assert (y_TC.double() - truth).abs().max() < 1e-5 * truth.abs().max()
+    is_close(y_TC, reference.project(x_TD, weight_CD, torch.float32), truth, torch.float32)
 
 
 def test_values_past_the_end_of_a_row_are_not_read(kernel_device: torch.device) -> None:
@@ -251,26 +262,35 @@ FLASH = {  # one rank of four, and shapes of the draft: rows, columns, width of 
     "MLA in-projection": (2120, 2560, None),
     "MLA output": (2560, 1024, None),
     "wide": (2560, 6144, None),
+    "float32 head": (39296, 2560, None),
 }
 
 
 def compile_kernel(name: str) -> dict:
     rows, columns, width = FLASH[name]
-    tile = kernel.tile_for(rows, columns, 2, width or 0)
+    is_float32 = name == "float32 head"
+    tile = kernel.tile_for(rows, columns, 4 if is_float32 else 2, width or 0)
     steps, splits = kernel.shares(tile, columns)
     share = tile.held + steps * tile.columns
     tensors = dict.fromkeys(("x", "weight", "y", "gate", "norm_weight", "history", "conv"), "*bf16")
     tensors |= dict.fromkeys(("a_log", "dt_bias", "prepared"), "*fp32")
+    if is_float32:
+        tensors |= {"weight": "*fp32", "y": "*fp32"}
     scalars = {"num_tokens": "i32", "eps": "fp32", "lower_bound": "fp32"}
     strides = dict.fromkeys(("x_stride", "x_stride_head", "gate_stride", "gate_stride_head", "weight_stride"), "i32")
     sizes = {"C": rows, "D": columns, "WIDTH": width or columns, "PADDED_WIDTH": width or columns}
     sizes |= {"H": 8, "E": 128, "J": 4 if name == "KDA in-projection" else 0}
     cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "SLICES": tile.slices, "SPLITS": splits, "HELD": tile.held}
-    prefetch = {"NUM_CHUNKS": 4 if steps else 0, "CHUNK": 256, "POLICY": "evict_first", "num_stages": tile.num_stages}
+    prefetch = {
+        "NUM_CHUNKS": 4 if steps and tile.is_prefetched else 0,
+        "CHUNK": 256,
+        "POLICY": "evict_first",
+        "num_stages": tile.num_stages,
+    }
     flags = {
         "IS_GATED": width is not None,
         "IS_WHOLE": splits * share == columns,
-        "DOT": "tl.bfloat16",
+        "DOT": "tl.float32" if is_float32 else "tl.bfloat16",
         "IS_CHAINED": True,
     }
     constexprs = {**sizes, **cut, "STEPS": steps, **prefetch, **flags}
@@ -295,7 +315,8 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
         before, after = compiled.ptx.split("griddepcontrol.wait", 1)
         assert not re.search(r"(st|atom|red)\.global", before), name
         assert re.search(r"st\.global", after), name
-        assert re.search(r"ld\.global|bulk\.prefetch", before), f"{name} asks for no weight before the wait"
+        asks = re.search(r"ld\.global|bulk\.prefetch", before)
+        assert asks or name == "float32 head", f"{name} asks for no weight before the wait"
 
 
 @needs_gpu
@@ -306,7 +327,8 @@ def test_flash_shapes_are_right_on_a_gpu(name: str, tokens: int, kernel_device: 
     if width:
         check_gated(tokens, (columns // width, width, rows), torch.bfloat16, kernel_device)
     else:
-        check_project(tokens, rows, columns, torch.bfloat16, kernel_device)
+        weight_dtype = torch.float32 if name == "float32 head" else torch.bfloat16
+        check_project(tokens, rows, columns, torch.bfloat16, kernel_device, weight_dtype=weight_dtype)
 
 
 @needs_gpu

@@ -79,11 +79,14 @@ def assert_same(actual: router.Dispatch, expected: router.Dispatch) -> None:
     torch.testing.assert_close(actual.weights_TJ.cpu(), expected.weights_TJ.cpu().float(), rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 3, 9, 16])
-def test_the_router_picks_and_lists_what_its_definition_does(num_tokens: int, kernel_device: torch.device) -> None:
-    x, gate, bias = normal(1, num_tokens, 600), normal(2, 24, 600) / 600**0.5, normal(3, 24) * 0.1
-    expected = reference.dispatch(x, gate, bias, LAW)
-    working = [tensor.float().to(kernel_device) for tensor in (x, gate, bias)]
+def test_the_router_picks_and_lists_what_its_definition_does(
+    num_tokens: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    x, gate, bias = normal(1, num_tokens, 600).to(dtype), normal(2, 24, 600) / 600**0.5, normal(3, 24) * 0.1
+    expected = reference.dispatch(x.double(), gate, bias, LAW)
+    working = [tensor.to(kernel_device) for tensor in (x.to(dtype), gate.float(), bias.float())]
     count = counters(kernel_device)
     for _ in range(2):
         assert_same(kernel.dispatch(*working, LAW, count), expected)
@@ -178,19 +181,26 @@ def test_the_public_function_refuses_what_does_not_fit(kernel_device: torch.devi
             wrong()
 
 
-def flash_router(num_tokens: int) -> dict[str, Any]:
+def flash_router(num_tokens: int, gate: str = "bf16") -> dict[str, Any]:
     num_warps = kernel.NUM_WARPS
     constexprs = {"T": num_tokens, "X": 512, "D": 2560, "GROUPS": 8, "KEPT": 4, "PICKS": 8}
-    constexprs |= {"BLOCK_X": kernel.BLOCK_X, "LENGTH": 8, "LANES": 32, "SLICES": num_warps, "SLICE": 128}
-    constexprs |= {"DOT": "tl.bfloat16", "IS_CHAINED": True}
-    signature = {"x": "*bf16", "gate": "*bf16", "bias": "*fp32", "scratch": "*i32", "counters": "*i32"}
+    constexprs |= {
+        "BLOCK_X": kernel.BLOCK_X,
+        "LENGTH": 8,
+        "LANES": 32,
+        "SLICES": num_warps,
+        "SLICE": 128 if gate == "bf16" else 32,
+    }
+    constexprs |= {"DOT": "tl.bfloat16" if gate == "bf16" else "tl.float32", "IS_CHAINED": True}
+    signature = {"x": "*bf16", "gate": f"*{gate}", "bias": "*fp32", "scratch": "*i32", "counters": "*i32"}
     signature |= {"weights": "*fp32", "pairs": "*i32", "scaling": "fp32"}
     constants = {"constexprs": constexprs, "num_warps": num_warps, "maxnreg": 128}
     return {"name": "_dispatch_kernel", "signature": signature, **constants}
 
 
-def test_the_router_compiles_for_sm90_without_spills_and_writes_after_the_wait() -> None:
-    (compiled,) = compile_sm90("dspark.kernels.router.kernel", [flash_router(9)])
+@pytest.mark.parametrize("gate", ["bf16", "fp32"])
+def test_the_router_compiles_for_sm90_without_spills_and_writes_after_the_wait(gate: str) -> None:
+    (compiled,) = compile_sm90("dspark.kernels.router.kernel", [flash_router(9, gate)])
     assert compiled.spill_bytes == 0
     assert compiled.registers <= 128  # a program of 16 warps on an SM
     wait = compiled.ptx.index("griddepcontrol.wait")

@@ -20,7 +20,7 @@ from dspark.kernels import MAX_TOKENS
 from dspark.provenance import describe_launch
 from dspark.target.config import TargetConfig, load_target_config
 from dspark.target.loading import locate_target
-from dspark.verifier import Shard, Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
+from dspark.verifier import Precision, Shard, Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
 from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, draft_weights, random_draft
 from dspark.verifier.plan import free_bytes
 from dspark.verifier.ranks import ALONE, Ranks, start
@@ -50,6 +50,7 @@ class Job:
     context: int
     draft: str
     json: Path | None
+    precision: Precision
 
 
 def verify(
@@ -63,6 +64,7 @@ def verify(
         str,
         typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN)."),
     ] = "",
+    float32: Annotated[str, typer.Option(help="What is float32 and not bfloat16: router, head or router,head.")] = "",
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
     ] = None,
@@ -78,6 +80,7 @@ def verify(
         raise DsparkError(f"--tp {tp}: found {found} GPU{'s' * (found != 1)}; use fewer ranks or --emulate-tp {tp}")
     if draft not in {"", "dspark", "mtp"}:
         raise ConfigError(f"--draft: expected dspark or mtp, got {draft!r}")
+    precision = Precision(DTYPE, frozenset(float32.split(",")) if float32 else frozenset())
     windows = _windows(tokens)
     if draft and max(windows) == 1:
         raise ConfigError("--draft: a window of one token has no draft in it; give --tokens of 2 or more")
@@ -88,7 +91,7 @@ def verify(
         raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
     if not torch.cuda.is_available():
         raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
-    job = Job(target, weights, folder, emulate_tp, windows, context, draft, json)
+    job = Job(target, weights, folder, emulate_tp, windows, context, draft, json, precision)
     if tp > 1:
         start(partial(run, job=job), tp, DEVICE)
     else:
@@ -101,16 +104,19 @@ def run(ranks: Ranks, job: Job) -> None:
     config, device = load_target_config(job.folder), torch.device(DEVICE)
     shard = Shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else Shard(0, job.emulated)
     capacity_tokens = job.context + slack_tokens(max(job.windows))
-    plan = make_plan(config, shard, capacity_tokens, DTYPE, device, has_mtp=job.draft == "mtp")
+    plan = make_plan(config, shard, capacity_tokens, job.precision, device, has_mtp=job.draft == "mtp")
     label = f"one rank of {job.emulated}, communication left out" if job.emulated > 1 else "the whole model on one GPU"
     if ranks.world_size > 1:
         label = f"{ranks.world_size} ranks with communication, seen by the first"
+    if wide := sorted(job.precision.float32):
+        label += f"; {' and '.join(wide)} in float32"
     console.print(f"{job.target}, {job.weights} weights, {label}; {plan.total_bytes / 1e9:.1f} GB")
     plan.check(free_bytes(device), torch.cuda.get_device_name(device))
     report: dict[str, Any] = {
         "target": job.target,
         "weights": job.weights,
         "label": label,
+        "float32": wide,
         "context": job.context,
         "plan_bytes": plan.parts(),
         "provenance": describe_launch(sys.argv),
@@ -127,9 +133,9 @@ def run(ranks: Ranks, job: Job) -> None:
     taps = tuple(range(0, config.num_hidden_layers - 1, -(-config.num_hidden_layers // NUM_TAPS)))
     drafter_of, draft_taps = _drafters(job, config, shard)
     if job.weights == "random":
-        weights = random_weights(config, shard, DTYPE, SEED, DEVICE)
+        weights = random_weights(config, shard, job.precision, SEED, DEVICE)
     else:
-        weights = load_weights(job.folder, shard, DTYPE, DEVICE)
+        weights = load_weights(job.folder, shard, job.precision, DEVICE)
     verifier = Verifier(weights, capacity_tokens, draft_taps or taps, ranks=ranks)
     rows = Rows(verifier, clock, bandwidth, job.context, console)
     for num_tokens in job.windows:
@@ -148,9 +154,9 @@ def _drafters(
         return None, ()
     if job.draft == "mtp":
         if job.weights == "random":
-            mtp = random_mtp(config, shard, DTYPE, SEED, DEVICE)
+            mtp = random_mtp(config, shard, job.precision, SEED, DEVICE)
         else:
-            mtp = load_mtp(job.folder, shard, DTYPE, DEVICE)
+            mtp = load_mtp(job.folder, shard, job.precision, DEVICE)
         return (lambda verifier, num_drafts: MtpDrafter(verifier, mtp, num_drafts)), ()
     draft = random_draft(load_run(_run_file(job.target)).draft, DTYPE, DEVICE, SEED)
     own = draft_weights(draft, shard, DTYPE, DEVICE)

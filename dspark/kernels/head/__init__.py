@@ -21,12 +21,13 @@ def greedy(
     The logits are summed in float32 and not rounded. Of equal ones the smaller id; NaN counts as -inf; with nothing
     above -inf the best is -inf and the id ``first_id``.
 
-    Shapes: T in 1..16; both tensors in one dtype, contiguous in the last dimension; counters one int32 number or more,
-    zero before and after. Raises ValueError otherwise.
+    Shapes: T in 1..16; both tensors in one dtype (the head may also be float32), contiguous in the last dimension;
+    counters one int32 number or more, zero before and after. Raises ValueError otherwise.
     """
     expect_window("hidden_TD", len(hidden_TD))
-    expect("hidden_TD", hidden_TD, (len(hidden_TD), head_VD.shape[-1]), head_VD.dtype, num_strided=1)
-    expect("head_VD", head_VD, (len(head_VD), head_VD.shape[-1]), head_VD.dtype, num_strided=1)
+    dtype, wide = hidden_TD.dtype, torch.promote_types(hidden_TD.dtype, torch.float32)
+    expect("hidden_TD", hidden_TD, (len(hidden_TD), head_VD.shape[-1]), num_strided=1)
+    expect("head_VD", head_VD, (len(head_VD), head_VD.shape[-1]), dtype, wide, num_strided=1)
     expect("counters", counters, (max(1, counters.numel()),), torch.int32)
     if not hidden_TD.is_cuda:
         return reference.greedy(hidden_TD, head_VD, first_id)

@@ -145,7 +145,7 @@ def greedy(
         hidden_TD.stride(0), head_VD.stride(0), V=vocab_size, D=width, ROWS=tile.rows, COLUMNS=tile.columns,
         STEPS=triton.cdiv(width, tile.columns), PROGRAMS=programs, NUM_CHUNKS=num_chunks, CHUNK=chunk,
         POLICY="evict_first" if tile.is_streamed else "", IS_WHOLE=width % tile.columns == 0, MERGE=MERGE,
-        DOT=launch.dot_dtype(hidden_TD.dtype), num_stages=tile.num_stages, num_warps=tile.num_warps,
+        DOT=launch.dot_dtype(head_VD.dtype), num_stages=tile.num_stages, num_warps=tile.num_warps,
         **launch.options(is_chained),
     )  # fmt: skip
     return best_T, ids_T

@@ -18,9 +18,9 @@ def project(
 ) -> torch.Tensor:
     """``x W^T`` [T, C], summed in float32, in ``out_dtype`` (x's dtype or float32; default x's).
 
-    Shapes: T in 1..16; both tensors in one dtype, contiguous in the last dimension; counters int32, one for 16 rows of
-    the weight or more, zero before and after: calls that follow one another share them. ``is_chained``: see
-    kernels/launch.py. A row's result does not depend on T.
+    Shapes: T in 1..16; both tensors in one dtype (the weight may also be float32), contiguous in the last dimension;
+    counters int32, one for 16 rows of the weight or more, zero before and after: calls that follow one another share
+    them. ``is_chained``: see kernels/launch.py. A row's result does not depend on T.
     Raises ValueError on a wrong shape or dtype.
     """
     _check(x_TD, weight_CD, counters)
@@ -103,8 +103,8 @@ def project_prepared(
 
 
 def _check(x_TD: torch.Tensor, weight_CD: torch.Tensor, counters: torch.Tensor) -> None:
-    num_rows, num_columns = weight_CD.shape
+    (num_rows, num_columns), wide = weight_CD.shape, torch.promote_types(x_TD.dtype, torch.float32)
     expect_window("x_TD", len(x_TD))
-    expect("x_TD", x_TD, (len(x_TD), num_columns), weight_CD.dtype, num_strided=1)
-    expect("weight_CD", weight_CD, (num_rows, num_columns), weight_CD.dtype, num_strided=1)
+    expect("x_TD", x_TD, (len(x_TD), num_columns), num_strided=1)
+    expect("weight_CD", weight_CD, (num_rows, num_columns), x_TD.dtype, wide, num_strided=1)
     expect("counters", counters, (max(-(-num_rows // 16), counters.numel()),), torch.int32)

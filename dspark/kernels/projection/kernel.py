@@ -330,7 +330,7 @@ def _launch(
         weight_stride=weight_CD.stride(0), C=num_rows, D=num_columns, **extras,
         ROWS=tile.rows, COLUMNS=tile.columns, SLICES=tile.slices, SPLITS=splits, HELD=tile.held, STEPS=steps,
         NUM_CHUNKS=num_chunks, CHUNK=chunk, POLICY="evict_first" if tile.is_streamed else "", IS_WHOLE=is_whole,
-        DOT=launch.dot_dtype(x.dtype), num_stages=tile.num_stages, num_warps=tile.num_warps,
+        DOT=launch.dot_dtype(weight_CD.dtype), num_stages=tile.num_stages, num_warps=tile.num_warps,
         **launch.options(is_chained),
     )  # fmt: skip
     return y_TC

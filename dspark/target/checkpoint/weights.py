@@ -29,15 +29,17 @@ class Checkpoint:
     ``names`` leaves out what the vendor's own loaders skip: ``rotary_emb.inv_freq`` and ``model.mtp*``
     (specs/ling-3.0.md 2.7). Only safetensors files are read.
 
-    Raises: CheckpointError naming the file when there is none, when one is truncated or damaged, when the index names
-    a file outside the folder, or a tensor that its file does not hold.
+    Raises: CheckpointError naming the file when there is none, when one is truncated or damaged (also the first tensor
+    that is cut off, or else that the index places there), when the index names a file outside the folder, or a tensor
+    that its file does not hold.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.files: tuple[Path, ...]
         self._file_of, self.files = _locate(self.folder)
-        self._open = {file: _open(file) for file in self.files}
+        sought = {file: name for name, file in reversed(self._file_of.items())}
+        self._open = {file: _open(file, sought.get(file, "every tensor")) for file in self.files}
         held = {file: set(self._open[file].keys()) for file in self.files}
         if not self._file_of:
             self._file_of = {name: file for file, names in held.items() for name in sorted(names)}
@@ -166,7 +168,7 @@ def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
     )
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path, sought: str) -> Any:
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
@@ -174,8 +176,8 @@ def _open(file: Path) -> Any:
     except (SafetensorError, OSError) as error:
         cut = _first_cut(file)
         raise CheckpointError(
-            f"{file}: truncated or damaged ({file.stat().st_size} bytes: {error}"
-            f"{f'; {cut} is the first tensor cut off' if cut else ''}); download it again"
+            f"{file}: truncated or damaged ({file.stat().st_size} bytes: {error}; "
+            f"{f'{cut} is the first tensor cut off' if cut else f'opened to read {sought}'}); download it again"
         ) from error
 
 

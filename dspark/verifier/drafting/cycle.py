@@ -14,7 +14,7 @@ from dspark.verifier.calls import Caller, call
 from dspark.verifier.drafting.acceptance import accept
 from dspark.verifier.drafting.drafter import Drafter, Drafts, Sampler
 from dspark.verifier.engine import Verifier, VerifierCache
-from dspark.verifier.step import Resident, choose_greedily
+from dspark.verifier.step import Choice, Resident, choose_greedily
 from dspark.verifier.window import Window
 
 GREEDY_TEMPERATURE = 1e-5
@@ -84,7 +84,11 @@ class Cycle(Resident[CycleOutput]):
     def verify(self, drafts: Drafts, call: Caller) -> tuple[Window, torch.Tensor, torch.Tensor]:
         """The target's pass over anchor and drafts, and what is kept of them: count_1 and next_id_1."""
         window = self.verifier.read(self.num_tokens, call)
-        return window, *self._choose(window.hidden_TD, drafts.logits_KV, call)
+        if self._sampler is None:
+            return window, *choose_greedily(self.verifier, window.hidden_TD, call)
+        assert drafts.logits_KV is not None
+        logits_TV = call("Head", self.verifier.logits, window.hidden_TD)
+        return window, *self._accept(drafts.logits_KV, logits_TV, self._sampler, call)
 
     def generate(
         self, prompt_ids_T: torch.Tensor, max_new_tokens: int, stop_ids: Collection[int] = ()
@@ -124,10 +128,14 @@ class Cycle(Resident[CycleOutput]):
         verifier, num_prompt = self.verifier, len(prompt_ids_T)
         self._pending.clear()
         self._cache, output = verifier.prefill([prompt_ids_T])
-        if bool(verifier.logits(output.last_hidden_ND[-1:]).isnan().any()):
-            raise CheckpointError("the target's logits of the prompt are not numbers; its weights are damaged")
         taps_NLD, hidden_ND = output.taps_NLD, output.last_hidden_ND
-        count_1, first_id_1 = self._choose(hidden_ND[-1:], None, call)
+        logits_1V = verifier.logits(hidden_ND[-1:])
+        if bool(logits_1V.isnan().any()):
+            raise CheckpointError("the target's logits of the prompt are not numbers; its weights are damaged")
+        first_id_1 = logits_1V.argmax(-1)
+        if self._sampler is not None:
+            _, first_id_1 = self._accept(logits_1V[:0], logits_1V, self._sampler, call)
+        count_1 = torch.ones_like(first_id_1)
         text_T = torch.cat((prompt_ids_T.to(first_id_1.device), first_id_1))
         for start in range(0, num_prompt, MAX_TOKENS):
             end = min(start + MAX_TOKENS, num_prompt)
@@ -172,14 +180,8 @@ class Cycle(Resident[CycleOutput]):
     def _result(self, count_1: torch.Tensor) -> torch.Tensor:
         return torch.cat((count_1, self.verifier.ids_T[: self.num_tokens]))
 
-    def _choose(
-        self, hidden_TD: torch.Tensor, draft_logits_KV: torch.Tensor | None, call: Caller
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        verifier, sampler = self.verifier, self._sampler
-        if sampler is None:
-            return choose_greedily(verifier, hidden_TD, call)
-        logits_TV, ids_T = call("Head", verifier.logits, hidden_TD), verifier.ids_T[: len(hidden_TD)]
-        draft_KV = logits_TV[:0] if draft_logits_KV is None else draft_logits_KV
+    def _accept(self, draft_KV: torch.Tensor, logits_TV: torch.Tensor, sampler: Sampler, call: Caller) -> Choice:
+        ids_T = self.verifier.ids_T[: len(logits_TV)]
         uniforms_T = torch.rand(ids_T.shape, dtype=torch.float64, device=ids_T.device, generator=sampler.generator)
         return call("Accept", accept, ids_T, draft_KV, logits_TV, sampler.inverse_temperature_1, uniforms_T)
 

@@ -142,8 +142,8 @@ def _attend(q_NHE: torch.Tensor, k_JHE: torch.Tensor, v_JHF: torch.Tensor, rows:
 
 
 def _wide_product(x_ND: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
-    """``x W^T`` in float32 or higher; a GPU sums products of the working dtype, as the engine's router does."""
+    """``x W^T`` in float32 or higher; a GPU sums products of the weight's dtype, as the engine's router does."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
-    if x_ND.is_cuda and x_ND.dtype != wide:
+    if x_ND.is_cuda and weight_XD.dtype != wide:
         return torch.mm(x_ND, weight_XD.T, out_dtype=wide)
     return functional.linear(x_ND.to(wide), weight_XD.to(wide))

@@ -4,6 +4,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dspark.decode.generation import speculate
 from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
+from dspark.kernels import head, projection
 from dspark.target.loading import NANO_FOLDER, load_target
 from dspark.verifier import Shard, Verifier
 from dspark.verifier.calls import call
@@ -384,3 +386,25 @@ def test_a_damaged_target_gives_no_text(draft: DraftModel, drafter_of: Make, pro
     drafter.verifier.weights.layers[3].input_norm_D[5] = torch.nan
     with pytest.raises(CheckpointError, match="not numbers"):
         next(Cycle(drafter.verifier, drafter).generate(prompts[0], 4))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prompts_last_logits_are_computed_once(
+    temperature: float,
+    draft: DraftModel,
+    drafter_of: Make,
+    prompts: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter, heads = drafter_of(draft), []
+    cycle = Cycle(drafter.verifier, drafter, temperature)
+
+    def counted(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if args[1] is drafter.verifier.weights.head_VD:
+            heads.append(len(args[0]))
+        return function(*args, **options)
+
+    for module, name in ((projection, "project"), (head, "greedy")):
+        monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
+    cycle.begin(prompts[0])
+    assert heads == [1]

@@ -1,5 +1,6 @@
 """A rank that reads a damaged checkpoint says which file and tensor, before it allocates anything."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dspark.errors import CheckpointError
+from dspark.target.checkpoint.weights import INDEX_FILE
 from dspark.target.loading import NANO_FOLDER
 from dspark.verifier import Verifier
 from dspark.verifier.ranks import Ranks
@@ -44,9 +46,14 @@ def test_a_truncated_file_and_the_tensor_that_is_cut_are_named(folder: Path) -> 
 
 
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{not json at all", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]"])
-def test_a_garbled_header_names_the_file(folder: Path, content: bytes) -> None:
+def test_a_garbled_header_names_the_file_and_the_first_tensor_looked_for(folder: Path, content: bytes) -> None:
     (folder / SECOND).write_bytes(content)
-    assert says(folder).startswith(f"{folder / SECOND}: truncated or damaged ({len(content)} bytes: ")
+    text = says(folder)
+    assert text.startswith(f"{folder / SECOND}: truncated or damaged ({len(content)} bytes: ")
+    placed = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+    first = next(name for name, file in placed.items() if file == SECOND)
+    assert text.endswith(f"; opened to read {first}); download it again")
+    assert "\n" not in text
 
 
 def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
