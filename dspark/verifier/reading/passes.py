@@ -11,7 +11,7 @@ from dspark.layers.rotary import rotary_angles
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
 from dspark.verifier.buffers import Buffers
-from dspark.verifier.plan import free_bytes, reading_bytes
+from dspark.verifier.plan import PIECE_TOKENS, free_bytes, reading_bytes
 from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.reading.blocks import Rows, feed, latent_attention, linear_attention
 from dspark.verifier.weights import VerifierWeights
@@ -68,8 +68,11 @@ def read_packed(
             partial_ND = latent_attention(x_ND, layer.latent, rows, kept_JC)
         partial_ND = partial_ND.to(dtype)
         residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, layer.post_norm_D, eps)
-        partial_ND = feed(x_ND, layer, index, config, dtype)
-        residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, next_norm_D, eps)
+        pieces = [
+            ranks.add_norm(*feed(part_ND, layer, config), stream_ND, next_norm_D, eps)
+            for part_ND, stream_ND in zip(x_ND.split(PIECE_TOKENS), residual_ND.split(PIECE_TOKENS), strict=True)
+        ]
+        residual_ND, x_ND = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
         if index in target_layer_ids:
             taps[index] = residual_ND
     if buffers is not None:
