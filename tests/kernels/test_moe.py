@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.compiling import compile_sm90
 
 from dspark.kernels import moe
-from dspark.kernels.moe import kernel
 
 TOLERANCE = {torch.float64: {"rtol": 1e-12, "atol": 1e-14}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
 

@@ -1,4 +1,4 @@
-"""The experts of any number of rows: the kernels against the definition, ends that do not divide, experts of nothing."""
+"""The experts of any number of rows: the kernels against the definition, ragged ends, experts without a row."""
 
 from typing import Any
 
@@ -48,7 +48,9 @@ def check(inputs: list[torch.Tensor], block_rows: int, changes: dict[str, int]) 
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "sizes"), [(1, (4, 2, 16, 8)), (37, (8, 3, 40, 24)), (70, (6, 3, 72, 20)), (16, (4, 1, 32, 16))], ids=str
+    ("num_rows", "sizes"),
+    [(1, (4, 2, 16, 8)), (37, (8, 3, 40, 24)), (70, (6, 3, 72, 20)), (16, (4, 1, 32, 16))],
+    ids=str,
 )
 def test_experts_equal_their_definition(
     num_rows: int, sizes: tuple[int, int, int, int], kernel_device: torch.device
@@ -69,7 +71,7 @@ def test_a_row_that_is_nan_touches_no_other(kernel_device: torch.device) -> None
 
 def flash_quarter(name: str, choice: dict[str, int]) -> dict[str, Any]:
     signature = {"inputs": "*bf16", "weights": "*bf16", "limits": "*fp32", "order": "*i64", "tiles": "*i32"}
-    sizes = {"J": 9, "I": 192, "D": 2560, "BLOCK_M": grouped.BLOCK_ROWS, "DOT": "tl.bfloat16"}
+    sizes = {"J": 9, "INNER": 192, "D": 2560, "BLOCK_M": grouped.BLOCK_ROWS, "DOT": "tl.bfloat16"}
     sizes |= {"BLOCK_N": choice["block_n"], "BLOCK_K": choice["block_k"]}
     if name == "down_kernel":
         signature, sizes = {"outputs": "*bf16", "weights": "*bf16", "order": "*i64", "tiles": "*i32"}, sizes.copy()

@@ -1,15 +1,16 @@
-"""The chunked delta rule on the GPU, in three launches.
+"""The chunked delta rule on the GPU, in four launches.
 
-``mix_kernel``, a program a chunk, head and kind: convolution, SiLU and norm of q, k and v, and the cumulated decay G, in
-float32. ``prepare_kernel``, a program a chunk and head: the interactions A and the attention P inside the chunk by
-blocks of 16 keys, exp(G_i - G_j) split around the middle of j's block (the factors stay within exp(+-40)); then
-(I + A)^-1 by doubling, in registers: two inverses D of the blocks on the diagonal and what lies between them, L, make
-the inverse of twice the size, D - D L D. What leaves is U, W, q exp(G), (k exp(G_last - G))^T and P, so that
+``mix_kernel``, a program a chunk, head and kind: convolution, SiLU and norm of q, k and v, and the cumulated decay G.
+``prepare_kernel``, a program a chunk and head: the interactions A and the attention P inside the chunk by blocks of 16
+keys, exp(G_i - G_j) split around the middle of j's block (the factors stay within exp(+-40)); then (I + A)^-1 by
+doubling, in registers: the inverses D of two blocks on the diagonal and what lies below the first, L, make the inverse
+of twice the size, D - D L D. What leaves is U, W, q exp(G), (k exp(G_last - G))^T and P, so that
 
-``scan_kernel``, a program a sequence, head and tile of value columns, has from chunk to chunk four products only, with
-the state in float32 registers: D = U - W S; O = (q exp(G)) S + P D; S = diag(exp(G_last)) S + (...)^T D.
+``scan_kernel``, a program a sequence, head and tile of value columns, has from chunk to chunk two products only, with
+the state in float32 registers: D = U - W S; S = diag(exp(G_last)) S + (...)^T D. ``output_kernel``, a program a chunk
+and head, multiplies what the scan kept, O = (q exp(G)) S + P D, and ends with the norm and the gate.
 
-Operands of the scan are bfloat16 for bfloat16 inputs, as in public engines.
+Operands of the last two are bfloat16 for bfloat16 inputs, as in public engines.
 Source: specs/ling-3.0.md section 4.4; the order of work follows fla/ops/kda of flash-linear-attention.
 """
 
@@ -24,7 +25,7 @@ EPS = tl.constexpr(1e-6)
 BLOCK = tl.constexpr(16)
 Q, K, V, G = (tl.constexpr(plane) for plane in range(4))
 MIX_WARPS, PREPARE_WARPS, PREPARE_PART = 8, 4, 32
-SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
+SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 16
 
 
 @triton.jit
@@ -96,7 +97,7 @@ def prepare_kernel(
     token, part = tl.arange(0, C)[:, None], tl.arange(0, PART)[None, :]
     r = tl.arange(0, BLOCK)[:, None]
     a_blocks, p_blocks = (), ()
-    for j in tl.static_range(BLOCKS):
+    for _ in tl.static_range(BLOCKS):
         a_blocks += (tl.zeros((C, BLOCK), tl.float32),)
         p_blocks += (tl.zeros((C, BLOCK), tl.float32),)
     for x in range(0, WIDTH, PART):
@@ -138,72 +139,93 @@ def prepare_kernel(
 
 @triton.jit
 def scan_kernel(
-    o_ptr, q_ptr, w_ptr, u_ptr, k_ptr, p_ptr, g_ptr, state_ptr, chunks_ptr, ends_ptr, H: tl.constexpr,
-    E: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    delta_ptr, held_ptr, w_ptr, u_ptr, k_ptr, g_ptr, state_ptr, ends_ptr, H: tl.constexpr, E: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of value columns, head, sequence): all chunks of the sequence."""
+    """Program (tile of value columns, head, sequence): all chunks of the sequence, the state before each and its D."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     e, f = tl.arange(0, WIDTH), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     token = tl.arange(0, C)[:, None]
-    at = token * WIDTH + e[None, :]
-    across = e[:, None] * C + tl.arange(0, C)[None, :]
+    at, across = token * WIDTH + e[None, :], e[:, None] * C + tl.arange(0, C)[None, :]
     state_ptr += (sequence * H + head).to(tl.int64) * (E * E) + e[:, None] * E + f
     is_state = (e[:, None] < E) & (f < E)
     state = tl.load(state_ptr, mask=is_state, other=0.0)
     begin = tl.load(ends_ptr + sequence - 1, mask=sequence > 0, other=0)
     end = tl.load(ends_ptr + sequence)
-    first = tl.load(chunks_ptr + begin * 4).to(tl.int64)
-    length = tl.load(chunks_ptr + end * 4 - 1) + tl.load(chunks_ptr + end * 4 - 3)  # the last chunk's place and size
-    o_ptr += (first * H + head) * E + f
     g_ptr += (C - 1) * WIDTH + e
     total = tl.load(g_ptr + (begin * H + head.to(tl.int64)) * (C * WIDTH))
     for chunk in range(begin, end):
         tile = chunk * H + head.to(tl.int64)
         next_total = tl.load(g_ptr + (tile + tl.where(chunk + 1 < end, H, 0)) * (C * WIDTH))
         w = tl.load(w_ptr + tile * (C * WIDTH) + at).to(DOT)
-        q = tl.load(q_ptr + tile * (C * WIDTH) + at).to(DOT)
         k = tl.load(k_ptr + tile * (C * WIDTH) + across).to(DOT)
-        p = tl.load(p_ptr + tile * (C * C) + token * C + tl.arange(0, C)[None, :]).to(DOT)
         u = tl.load(u_ptr + tile * (C * WIDTH) + token * WIDTH + f)
         held = state.to(DOT)
+        tl.store(held_ptr + tile * (WIDTH * WIDTH) + e[:, None] * WIDTH + f, held.to(held_ptr.dtype.element_ty))
         delta = (u - tl.dot(w, held, input_precision=PRECISION)).to(DOT)
-        o = tl.dot(p, delta, tl.dot(q, held, input_precision=PRECISION), input_precision=PRECISION)
+        tl.store(delta_ptr + tile * (C * WIDTH) + token * WIDTH + f, delta.to(delta_ptr.dtype.element_ty))
         state = tl.dot(k, delta, state * tl.exp(total)[:, None], input_precision=PRECISION)
-        row = (chunk - begin) * C + token
-        tl.store(o_ptr + row * (H * E), o.to(o_ptr.dtype.element_ty), mask=(row < length) & (f < E))
         total = next_total
     tl.store(state_ptr, state, mask=is_state)
 
 
+@triton.jit
+def output_kernel(
+    o_ptr, q_ptr, held_ptr, p_ptr, delta_ptr, projected_ptr, norm_ptr, chunks_ptr, eps, STRIDE: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, head): O, its norm and its gate."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    tile = chunk.to(tl.int64) * H + head
+    e, f = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    token, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    q = tl.load(q_ptr + tile * (C * WIDTH) + token * WIDTH + f).to(DOT)
+    held = tl.load(held_ptr + tile * (WIDTH * WIDTH) + e * WIDTH + f).to(DOT)
+    p = tl.load(p_ptr + tile * (C * C) + token * C + column).to(DOT)
+    delta = tl.load(delta_ptr + tile * (C * WIDTH) + token * WIDTH + f).to(DOT)
+    o = tl.dot(p, delta, tl.dot(q, held, input_precision=PRECISION), input_precision=PRECISION)
+    row, count = tl.load(chunks_ptr + chunk * 4).to(tl.int64) + token, tl.load(chunks_ptr + chunk * 4 + 1)
+    inside, at = (token < count) & (f < E), head * E + f
+    gate = tl.load(projected_ptr + row * STRIDE + 4 * H * E + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + f, mask=f < E, other=0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / E + eps)[:, None] * weight * tl.sigmoid(gate)
+    tl.store(o_ptr + row * (H * E) + at, o.to(o_ptr.dtype.element_ty), mask=inside)
+
+
 def read(
     projected_NC: torch.Tensor, history_BWC: torch.Tensor, conv_CJ: torch.Tensor, a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor, state_BHEF: torch.Tensor, lower_bound: float, chunks: Chunks,
+    dt_bias_HE: torch.Tensor, norm_F: torch.Tensor, state_BHEF: torch.Tensor, lower_bound: float, eps: float,
+    chunks: Chunks,
 ) -> torch.Tensor:  # fmt: skip
     """See the package. Products of float32 are exact: Triton 3.6 leaves its shared memory in "tf32x3"."""
     batch, heads, width, _ = state_BHEF.shape
     padded, size, num_chunks = max(16, triton.next_power_of_2(width)), chunks.chunk_tokens, len(chunks.chunks_M4)
-    stored, precision, columns, num_stages = torch.bfloat16, "tf32", SCAN_COLUMNS, SCAN_STAGES
+    stored, precision, warps, num_stages = torch.bfloat16, "tf32", (PREPARE_WARPS, SCAN_WARPS, 4), SCAN_STAGES
     if projected_NC.dtype == torch.float32:  # tiles twice as large: no room to load ahead
-        stored, precision, columns, num_stages = torch.float32, "ieee", 16, 1
-    columns = min(columns, padded)
-    q, w, k = projected_NC.new_empty(3, num_chunks, heads, size, padded, dtype=stored)
+        stored, precision, warps, num_stages = torch.float32, "ieee", (16, 8, 8), 1
+    columns = min(SCAN_COLUMNS, padded)
+    q, w, k, delta = projected_NC.new_empty(4, num_chunks, heads, size, padded, dtype=stored)
     p = projected_NC.new_empty(num_chunks, heads, size, size, dtype=stored)
+    held = projected_NC.new_empty(num_chunks, heads, padded, padded, dtype=stored)
     mixed = projected_NC.new_empty(4, num_chunks, heads, size, padded, dtype=torch.float32)
-    shape = {"STRIDE": projected_NC.shape[1], "H": heads, "E": width, "WIDTH": padded, "C": size}
+    o_NHF = projected_NC.new_empty(len(projected_NC), heads, width)
+    shape = {"H": heads, "E": width, "WIDTH": padded, "C": size}
+    stride, exactness = {"STRIDE": projected_NC.shape[1]}, {"PRECISION": precision}
+    products = {"DOT": launch.dot_dtype(stored)} | exactness
     mix_kernel[(num_chunks, heads, 4)](
         mixed, projected_NC, history_BWC, conv_CJ, a_log_H, dt_bias_HE, chunks.chunks_M4, lower_bound, width**-0.5,
-        **shape, J=conv_CJ.shape[1], num_warps=MIX_WARPS,
+        **shape, **stride, J=conv_CJ.shape[1], num_warps=MIX_WARPS,
     )  # fmt: skip
     prepare_kernel[(num_chunks, heads)](
-        q, w, k, p, mixed, projected_NC, chunks.chunks_M4, **shape, PART=min(PREPARE_PART, padded),
-        PRECISION=precision, num_warps=PREPARE_WARPS, num_stages=1,
+        q, w, k, p, mixed, projected_NC, chunks.chunks_M4, **shape, **stride, **exactness,
+        PART=min(PREPARE_PART, padded), num_warps=warps[0], num_stages=1,
     )  # fmt: skip
-    u, g = mixed[2:]
-    o_NHF = projected_NC.new_empty(len(projected_NC), heads, width)
     scan_kernel[(padded // columns, heads, batch)](
-        o_NHF, q, w, u, k, p, g, state_BHEF, chunks.chunks_M4, chunks.ends_B, H=heads, E=width, WIDTH=padded, C=size,
-        COLUMNS=columns, DOT=launch.dot_dtype(stored), PRECISION=precision, num_warps=SCAN_WARPS,
-        num_stages=num_stages,
+        delta, held, w, mixed[V.value], k, mixed[G.value], state_BHEF, chunks.ends_B, **shape, **products,
+        COLUMNS=columns, num_warps=warps[1], num_stages=num_stages,
+    )  # fmt: skip
+    output_kernel[(num_chunks, heads)](
+        o_NHF, q, held, p, delta, projected_NC, norm_F, chunks.chunks_M4, eps, **shape, **stride, **products,
+        num_warps=warps[2], num_stages=1,
     )  # fmt: skip
     return o_NHF

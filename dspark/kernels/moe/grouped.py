@@ -47,12 +47,12 @@ def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def up_kernel(
-    act, inputs, weights, limits, order, tiles, J: tl.constexpr, I: tl.constexpr, D: tl.constexpr,
+    act, inputs, weights, limits, order, tiles, J: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and BLOCK_N // 2 columns of both halves."""
     HALF: tl.constexpr = BLOCK_N // 2
-    PARTS: tl.constexpr = (I + HALF - 1) // HALF
+    PARTS: tl.constexpr = (INNER + HALF - 1) // HALF
     t, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     expert = tl.load(tiles + t * 3)
     if expert < 0:
@@ -61,8 +61,8 @@ def up_kernel(
     row, n, k = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     token = tl.load(order + tl.minimum(row, last)) // J
     x_ptr = inputs + token[:, None] * D + k[None, :]
-    of_half = (n % 2) * I + tl.minimum(part * HALF + n // 2, I - 1)
-    w_ptr = weights + expert.to(tl.int64) * (2 * I * D) + of_half[None, :] * D + k[:, None]
+    of_half = (n % 2) * INNER + tl.minimum(part * HALF + n // 2, INNER - 1)
+    w_ptr = weights + expert.to(tl.int64) * (2 * INNER * D) + of_half[None, :] * D + k[:, None]
     sum_ = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, D, BLOCK_K):
         if D % BLOCK_K == 0:
@@ -77,13 +77,13 @@ def up_kernel(
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     column = part * HALF + tl.arange(0, HALF)
-    seen = (row <= last)[:, None] & (column < I)[None, :]
-    tl.store(act + row.to(tl.int64)[:, None] * I + column[None, :], (gate * up).to(act.dtype.element_ty), mask=seen)
+    seen = (row <= last)[:, None] & (column < INNER)[None, :]
+    tl.store(act + row.to(tl.int64)[:, None] * INNER + column[None, :], (gate * up).to(act.dtype.element_ty), mask=seen)
 
 
 @triton.jit
 def down_kernel(
-    outputs, act, weights, order, tiles, D: tl.constexpr, I: tl.constexpr, BLOCK_M: tl.constexpr,
+    outputs, act, weights, order, tiles, D: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and BLOCK_N columns."""
@@ -95,15 +95,15 @@ def down_kernel(
     first, last = tl.load(tiles + t * 3 + 1), tl.load(tiles + t * 3 + 2)
     row, column, k = first + tl.arange(0, BLOCK_M), part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     pair = tl.load(order + tl.minimum(row, last))
-    x_ptr = act + tl.minimum(row, last).to(tl.int64)[:, None] * I + k[None, :]
-    w_ptr = weights + expert.to(tl.int64) * (D * I) + tl.minimum(column, D - 1)[None, :] * I + k[:, None]
+    x_ptr = act + tl.minimum(row, last).to(tl.int64)[:, None] * INNER + k[None, :]
+    w_ptr = weights + expert.to(tl.int64) * (D * INNER) + tl.minimum(column, D - 1)[None, :] * INNER + k[:, None]
     sum_ = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, I, BLOCK_K):
-        if I % BLOCK_K == 0:
+    for start in range(0, INNER, BLOCK_K):
+        if INNER % BLOCK_K == 0:
             x, w = tl.load(x_ptr + start), tl.load(w_ptr + start)
         else:
-            x = tl.load(x_ptr + start, mask=(start + k < I)[None, :], other=0.0)
-            w = tl.load(w_ptr + start, mask=(start + k < I)[:, None], other=0.0)
+            x = tl.load(x_ptr + start, mask=(start + k < INNER)[None, :], other=0.0)
+            w = tl.load(w_ptr + start, mask=(start + k < INNER)[:, None], other=0.0)
         sum_ = tl.dot(x.to(DOT), w.to(DOT), sum_, input_precision="ieee")
     seen = (row <= last)[:, None] & (column < D)[None, :]
     tl.store(outputs + pair[:, None] * D + column[None, :], sum_.to(outputs.dtype.element_ty), mask=seen)
@@ -134,7 +134,7 @@ def up(
     choice, num_inner = UP | changes, doubled // 2
     act_MI = x_ND.new_empty(num_rows, num_inner)
     up_kernel[(len(tiles.tiles_T3) * triton.cdiv(num_inner, choice["block_n"] // 2),)](
-        act_MI, x_ND, gate_up_XCD, limits_X, tiles.order_M, tiles.tiles_T3, J=num_rows // len(x_ND), I=num_inner,
+        act_MI, x_ND, gate_up_XCD, limits_X, tiles.order_M, tiles.tiles_T3, J=num_rows // len(x_ND), INNER=num_inner,
         D=width, **_shape(choice, tiles, x_ND.dtype),
     )  # fmt: skip
     return act_MI
@@ -145,7 +145,7 @@ def down(act_MI: torch.Tensor, down_XDI: torch.Tensor, tiles: Tiles, **changes: 
     (_, width, num_inner), choice = down_XDI.shape, DOWN | changes
     outputs_MD = act_MI.new_empty(len(act_MI), width)
     down_kernel[(len(tiles.tiles_T3) * triton.cdiv(width, choice["block_n"]),)](
-        outputs_MD, act_MI, down_XDI, tiles.order_M, tiles.tiles_T3, D=width, I=num_inner,
+        outputs_MD, act_MI, down_XDI, tiles.order_M, tiles.tiles_T3, D=width, INNER=num_inner,
         **_shape(choice, tiles, act_MI.dtype),
     )  # fmt: skip
     return outputs_MD

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from dspark.kernels import kda, kda_chunk, moe, router
+from dspark.kernels import kda_chunk, moe, router
 from dspark.layers.rotary import rotate_interleaved_pairs
 from dspark.target.config import TargetConfig
 from dspark.verifier.weights import LatentWeights, LayerWeights, LinearWeights
@@ -43,8 +43,7 @@ def linear_attention(
     Shapes: memory state_BHEF and history_BWC; the history of several sequences is read but not kept.
     """
     state_BHEF, history_BWC = memory
-    heads, width = weights.dt_bias_LHE.shape[1:]
-    inner, num_history = heads * width, history_BWC.shape[1]
+    _, num_history, num_mixed = history_BWC.shape
     projected_NC = functional.linear(x_ND, weights.in_LCD[index])
     o_NHF = kda_chunk.read(
         projected_NC,
@@ -52,15 +51,15 @@ def linear_attention(
         weights.conv_LCJ[index],
         weights.a_log_LH[index],
         weights.dt_bias_LHE[index],
+        weights.norm_LF[index],
         state_BHEF,
         rows.config.kda_lower_bound,
+        rows.config.rms_norm_eps,
         rows.chunks,
     )
     if len(history_BWC) == 1:
-        inputs_NC = projected_NC[-num_history:, : 3 * inner]
+        inputs_NC = projected_NC[-num_history:, :num_mixed]
         history_BWC[0] = torch.cat((history_BWC[0], inputs_NC))[-num_history:]
-    gate_NHF = torch.unflatten(projected_NC[:, 4 * inner : 5 * inner], 1, (heads, width))
-    o_NHF = kda.gated_rms_norm(o_NHF, weights.norm_LF[index], gate_NHF, rows.config.rms_norm_eps)
     return functional.linear(o_NHF.flatten(1), weights.out_LDC[index])
 
 
@@ -100,9 +99,7 @@ def latent_attention(
     return functional.linear(o_NHF.flatten(1), weights.out_DC)
 
 
-def feed(
-    x_ND: torch.Tensor, layer: LayerWeights, config: TargetConfig
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def feed(x_ND: torch.Tensor, layer: LayerWeights, config: TargetConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the experts chosen for each row say and their weights, or what the dense MLP says: parts of ``add_norm``."""
     experts = layer.experts
     if layer.router is None:

@@ -66,13 +66,10 @@ def read_packed(
         else:
             kept_JC = None if buffers is None else buffers.rows_MJC[index - num_linear]
             partial_ND = latent_attention(x_ND, layer.latent, rows, kept_JC)
-        partial_ND = partial_ND.to(dtype)
-        residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, layer.post_norm_D, eps)
-        pieces = [
-            ranks.add_norm(*feed(part_ND, layer, config), stream_ND, next_norm_D, eps)
-            for part_ND, stream_ND in zip(x_ND.split(PIECE_TOKENS), residual_ND.split(PIECE_TOKENS), strict=True)
-        ]
-        residual_ND, x_ND = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
+        residual_ND, x_ND = ranks.add_norm(partial_ND.to(dtype)[:, None], None, residual_ND, layer.post_norm_D, eps)
+        parts = zip(torch.split(x_ND, PIECE_TOKENS), torch.split(residual_ND, PIECE_TOKENS), strict=True)
+        pieces = [ranks.add_norm(*feed(x, layer, config), stream, next_norm_D, eps) for x, stream in parts]
+        residual_ND, x_ND = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*pieces, strict=True))
         if index in target_layer_ids:
             taps[index] = residual_ND
     if buffers is not None:
