@@ -93,10 +93,10 @@ def reading_bytes(
     heads, width, size = shard.part(config.num_attention_heads), config.hidden_size, dtype.itemsize
     inner = heads * config.head_dim
     stream = (6 + 2 * num_taps) * width * size + 4 * width
-    linear = 6 * inner * size + inner * (3 * size + 7 * 4)  # in-projection, tiles of the chunks
+    linear = 6 * inner * size + inner * (8 * size + 4 * 4)  # in-projection, tiles of the chunks
     dense = 4 * shard.part(config.intermediate_size) * size
     latent = heads * 6 * config.qk_head_dim * size
-    pick = (2 * width + 4 * shard.part(config.moe_intermediate_size)) * size
+    pick = (width + shard.part(config.moe_intermediate_size)) * size + 32
     experts = (config.num_experts_per_tok + 1) * pick + 8 * config.num_experts
     attended = (num_tokens + start) * latent + num_tokens * max(linear, dense)
     return num_tokens * stream + max(attended, min(num_tokens, PIECE_TOKENS) * experts)

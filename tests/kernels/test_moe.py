@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.compiling import compile_sm90
 
 from dspark.kernels import moe
-from dspark.kernels.moe import kernel
 
 TOLERANCE = {torch.float64: {"rtol": 1e-12, "atol": 1e-14}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
 
@@ -70,30 +68,3 @@ def test_experts_run_in_the_dtype_of_autocast_and_are_summed_in_float32() -> Non
         rounded = moe.run_experts(*inputs, None)
     assert rounded.dtype == torch.float32
     assert 1e-4 < (rounded - exact).norm() / exact.norm() < 2e-2
-
-
-@pytest.mark.parametrize("width", [24, 512 + 8])
-def test_the_sorted_products_come_back_to_their_rows(width: int, kernel_device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(width)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(kernel_device)
-
-    ids_NJ = torch.tensor([[0, 3, 5], [4, 0, 5], [3, 1, 5]], dtype=torch.int32, device=kernel_device)
-    x_NI, weight_XCD, weights_NJ = normal(3, 16), normal(6, width, 16), normal(3, 3)
-    order_M, ends_X = moe.sort_by_expert(ids_NJ, 6)
-    assert ends_X.tolist() == [2, 3, 3, 5, 6, 9]
-    products_MD = moe.multiply(x_NI[order_M // 3], weight_XCD, ends_X)
-    expected_ND = torch.einsum("nj,ni,njdi->nd", weights_NJ, x_NI, weight_XCD[ids_NJ.long()])
-    for form in (kernel.combine, moe.combine):
-        found_ND = form(products_MD, order_M, weights_NJ, torch.float32)
-        torch.testing.assert_close(found_ND, expected_ND, rtol=1e-5, atol=1e-5)
-
-
-def test_the_sum_compiles_for_sm90_without_spills() -> None:
-    signature = {"total": "*bf16", "outputs": "*bf16", "places": "*i64", "weights": "*fp32"}
-    constexprs = {"D": 2560, "J": 9, "BLOCK": 512}
-    combine = {"name": "combine_kernel", "signature": signature, "constexprs": constexprs, "num_warps": 2}
-    (compiled,) = compile_sm90("dspark.kernels.moe.kernel", [combine])
-    assert compiled.spill_bytes == 0
-    assert compiled.registers <= 128

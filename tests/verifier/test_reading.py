@@ -51,7 +51,7 @@ def read_by_windows(verifier: Verifier, ids_T: torch.Tensor) -> None:
 def test_prefill_whole_or_in_pieces_leaves_the_memory_that_windows_leave(
     verifier: Verifier, piece_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("engine", "reading.blocks"):
+    for module in ("engine", "reading.passes"):
         monkeypatch.setattr(f"dspark.verifier.{module}.PIECE_TOKENS", piece_tokens)
     ids_T = random_ids(verifier.vocab_size, 49)
     whole = read_packed(verifier.weights, [ids_T], verifier.target_layer_ids)

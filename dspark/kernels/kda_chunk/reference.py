@@ -44,22 +44,25 @@ def read(
     conv_CJ: torch.Tensor,
     a_log_H: torch.Tensor,
     dt_bias_HE: torch.Tensor,
+    norm_F: torch.Tensor,
     state_BHEF: torch.Tensor,
     lower_bound: float,
+    eps: float,
     chunks: Chunks,
 ) -> torch.Tensor:
-    """``kda.chunked`` over one sequence after the other, in the state's dtype."""
+    """``kda.chunked`` and ``kda.gated_rms_norm`` over one sequence after the other, in the state's dtype."""
     heads, width = dt_bias_HE.shape
     outputs = []
     for projected_TC, history_WC, state_HEF in zip(
         projected_NC.split(chunks.lengths), history_BWC, state_BHEF, strict=True
     ):
         sizes = (len(conv_CJ), heads * width, heads * width, heads)
-        inputs_TC, f_TC, _, b_TH = projected_TC.to(state_HEF.dtype).split(sizes, 1)
+        inputs_TC, f_TC, g_TC, b_TH = projected_TC.to(state_HEF.dtype).split(sizes, 1)
         window_BWC = torch.cat((history_WC.to(state_HEF.dtype), inputs_TC))[None]
         q, k, v = kda.short_conv(window_BWC, conv_CJ).unflatten(-1, (3, heads, width)).unbind(2)
         decay_THE = kda.log_decay(f_TC.unflatten(1, (heads, width)), a_log_H, dt_bias_HE, lower_bound)
         rule = kda.chunked(kda.l2norm(q), kda.l2norm(k), v, decay_THE[None], b_TH[None].sigmoid(), state_HEF[None])
         state_HEF.copy_(rule.state_BHEF[0])
-        outputs.append(rule.o_BTHF[0])
+        gate_THF = g_TC.unflatten(1, (heads, width))
+        outputs.append(kda.gated_rms_norm(rule.o_BTHF[0], norm_F, gate_THF, eps))
     return torch.cat(outputs).to(projected_NC.dtype)

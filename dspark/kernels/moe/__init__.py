@@ -11,7 +11,7 @@ from dspark.kernels.moe import reference
 from dspark.kernels.moe.reference import sort_by_expert, swiglu
 from dspark.kernels.router import Dispatch
 
-__all__ = ["combine", "down", "multiply", "run_experts", "sort_by_expert", "swiglu", "up"]
+__all__ = ["down", "multiply", "run_each", "run_experts", "sort_by_expert", "swiglu", "up"]
 
 
 def run_experts(
@@ -45,15 +45,22 @@ def multiply(rows_MD: torch.Tensor, weight_XCD: torch.Tensor, ends_X: torch.Tens
     return torch.cat([functional.linear(part_MD, weight_CD) for part_MD, weight_CD in parts if len(part_MD)])
 
 
-def combine(
-    outputs_MD: torch.Tensor, order_M: torch.Tensor, weights_NJ: torch.Tensor, dtype: torch.dtype
+def run_each(
+    x_ND: torch.Tensor,
+    ids_NJ: torch.Tensor,
+    gate_up_XCD: torch.Tensor,
+    down_XDI: torch.Tensor,
+    limits_X: torch.Tensor,
 ) -> torch.Tensor:
-    """``reference.combine``, rounded once to ``dtype``; no gradient."""
-    if not outputs_MD.is_cuda:
-        return reference.combine(outputs_MD, order_M, weights_NJ).to(dtype)
-    from dspark.kernels.moe import kernel  # Triton, which a CPU may lack
+    """``reference.run_each``: outputs_NJD, what every expert of a row says, unweighted; no gradient.
 
-    return kernel.combine(outputs_MD, order_M, weights_NJ, dtype)
+    Shapes: as in ``up`` and ``down``, x and both matrices of one dtype; N * J below 2**31.
+    """
+    if not x_ND.is_cuda:
+        return reference.run_each(x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X)
+    from dspark.kernels.moe import grouped  # Triton, which a CPU may lack
+
+    return grouped.run_each(x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X)
 
 
 def up(
@@ -74,7 +81,7 @@ def up(
     expect("limits_X", limits_X, (num_rows,), torch.float32)
     if not x_TD.is_cuda:
         return reference.up(x_TD, gate_up_XCD, dispatch, limits_X)
-    from dspark.kernels.moe import kernel
+    from dspark.kernels.moe import kernel  # Triton, which a CPU may lack
 
     return kernel.up(x_TD, gate_up_XCD, dispatch, limits_X, is_chained=is_chained)
 

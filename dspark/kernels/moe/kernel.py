@@ -1,4 +1,4 @@
-"""The experts of one step (T = 1..16 tokens) in two launches, up with SwiGLU and down; and any number of sums.
+"""The experts of one step (T = 1..16 tokens) in two launches, up with SwiGLU and down.
 
 The experts' weights are the large side of the product and the tokens the narrow one (8 or 16 columns, of which absent
 ones read nothing). A program owns a unit, an expert and a row tile with all K: nothing is summed across programs, and
@@ -175,30 +175,3 @@ def _launch(
         IS_WHOLE=choice["form"] == "whole", LINES=32 * choice["num_warps"], DOT=launch.dot_dtype(inputs.dtype),
         num_warps=choice["num_warps"], **launch.options(is_chained),
     )  # fmt: skip
-
-
-@triton.jit
-def combine_kernel(total, outputs, places, weights, D: tl.constexpr, J: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, part of the width)."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    sum_ = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(J):
-        place = tl.load(places + row * J + j)
-        part = tl.load(outputs + place * D + column, mask=column < D, other=0.0)
-        sum_ += tl.load(weights + row * J + j) * part.to(tl.float32)
-    tl.store(total + row * D + column, sum_.to(total.dtype.element_ty), mask=column < D)
-
-
-def combine(
-    outputs_MD: torch.Tensor, order_M: torch.Tensor, weights_NJ: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """See the package."""
-    (num_rows, num_picks), width = weights_NJ.shape, outputs_MD.shape[1]
-    places_M = torch.empty_like(order_M)
-    places_M[order_M] = torch.arange(len(order_M), device=order_M.device)
-    total_ND = torch.empty(num_rows, width, dtype=dtype, device=outputs_MD.device)
-    block = min(512, triton.next_power_of_2(width))
-    combine_kernel[(num_rows, triton.cdiv(width, block))](
-        total_ND, outputs_MD, places_M, weights_NJ, D=width, J=num_picks, BLOCK=block, num_warps=max(1, block // 256)
-    )
-    return total_ND

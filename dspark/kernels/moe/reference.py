@@ -34,6 +34,23 @@ def combine(outputs_MD: torch.Tensor, order_M: torch.Tensor, weights_NK: torch.T
     return (outputs_NKD * weights_NK.unsqueeze(-1)).sum(1)
 
 
+def run_each(
+    x_ND: torch.Tensor,
+    ids_NJ: torch.Tensor,
+    gate_up_XCD: torch.Tensor,
+    down_XDI: torch.Tensor,
+    limits_X: torch.Tensor,
+) -> torch.Tensor:
+    """Every row through the J experts that were chosen for it, each expert with its clamp: outputs_NJD."""
+    order_M, ends_X = sort_by_expert(ids_NJ, len(limits_X))
+    outputs_MD = x_ND.new_empty(len(order_M), x_ND.shape[1])
+    for expert, picks_P in enumerate(order_M.tensor_split(ends_X.tolist()[:-1])):
+        if len(picks_P):
+            gate_PI, up_PI = functional.linear(x_ND[picks_P // ids_NJ.shape[1]], gate_up_XCD[expert]).chunk(2, 1)
+            outputs_MD[picks_P] = functional.linear(swiglu(gate_PI, up_PI, float(limits_X[expert])), down_XDI[expert])
+    return outputs_MD.view(*ids_NJ.shape, -1)
+
+
 def up(x_TD: torch.Tensor, gate_up_XCD: torch.Tensor, dispatch: Dispatch, limits_X: torch.Tensor) -> torch.Tensor:
     """``swiglu`` of the gate and up rows of its expert for every pair, each rounded as a matrix product would be.
 

@@ -1,6 +1,6 @@
 """One rank's blocks over packed rows, from the normed hidden state to the rank's partial sum [N, D].
 
-Matrix products are torch's; the linear attention's chunks and the experts' choice and sum are kernels of ours.
+Matrix products are torch's; the linear attention's chunks and the experts are kernels of ours.
 """
 
 from typing import NamedTuple
@@ -10,10 +10,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from dspark.kernels import kda, kda_chunk, moe, router
+from dspark.kernels import kda_chunk, moe, router
 from dspark.layers.rotary import rotate_interleaved_pairs
 from dspark.target.config import TargetConfig
-from dspark.verifier.plan import PIECE_TOKENS
 from dspark.verifier.weights import LatentWeights, LayerWeights, LinearWeights
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -44,8 +43,7 @@ def linear_attention(
     Shapes: memory state_BHEF and history_BWC; the history of several sequences is read but not kept.
     """
     state_BHEF, history_BWC = memory
-    heads, width = weights.dt_bias_LHE.shape[1:]
-    inner, num_history = heads * width, history_BWC.shape[1]
+    _, num_history, num_mixed = history_BWC.shape
     projected_NC = functional.linear(x_ND, weights.in_LCD[index])
     o_NHF = kda_chunk.read(
         projected_NC,
@@ -53,15 +51,15 @@ def linear_attention(
         weights.conv_LCJ[index],
         weights.a_log_LH[index],
         weights.dt_bias_LHE[index],
+        weights.norm_LF[index],
         state_BHEF,
         rows.config.kda_lower_bound,
+        rows.config.rms_norm_eps,
         rows.chunks,
     )
     if len(history_BWC) == 1:
-        inputs_NC = projected_NC[-num_history:, : 3 * inner]
+        inputs_NC = projected_NC[-num_history:, :num_mixed]
         history_BWC[0] = torch.cat((history_BWC[0], inputs_NC))[-num_history:]
-    gate_NHF = torch.unflatten(projected_NC[:, 4 * inner : 5 * inner], 1, (heads, width))
-    o_NHF = kda.gated_rms_norm(o_NHF, weights.norm_LF[index], gate_NHF, rows.config.rms_norm_eps)
     return functional.linear(o_NHF.flatten(1), weights.out_LDC[index])
 
 
@@ -101,26 +99,15 @@ def latent_attention(
     return functional.linear(o_NHF.flatten(1), weights.out_DC)
 
 
-def feed(x_ND: torch.Tensor, layer: LayerWeights, index: int, config: TargetConfig, dtype: torch.dtype) -> torch.Tensor:
-    """The mixture of experts of layer ``index`` or its dense MLP; the experts' sum is rounded once, to ``dtype``."""
+def feed(x_ND: torch.Tensor, layer: LayerWeights, config: TargetConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the experts chosen for each row say and their weights, or what the dense MLP says: parts of ``add_norm``."""
     experts = layer.experts
     if layer.router is None:
         gate_NI, up_NI = functional.linear(x_ND, experts.gate_up_XCD[0]).chunk(2, 1)
-        return functional.linear(moe.swiglu(gate_NI, up_NI), experts.down_XDI[0])
-    sums = []
-    for part_ND in torch.split(x_ND, PIECE_TOKENS):
-        logits_NX = _wide_product(part_ND, layer.router.gate_XD)
-        ids_NJ, weights_NJ = router.choose(logits_NX, layer.router.bias_X, config.router_law)
-        order_M, ends_X = moe.sort_by_expert(ids_NJ, len(experts.limits_X))
-        rows_MD = part_ND.index_select(0, order_M // ids_NJ.shape[1])
-        gate_up_MC = moe.multiply(rows_MD, experts.gate_up_XCD, ends_X)
-        routed_MC, shared_MC = gate_up_MC.tensor_split((-len(part_ND),))  # the shared expert is the last
-        limits = (config.routed_limit(index), config.shared_limit(index))
-        parts = zip((routed_MC, shared_MC), limits, strict=True)
-        act_MI = torch.cat([moe.swiglu(x.chunk(2, 1)[0], x.chunk(2, 1)[1], limit) for x, limit in parts])
-        outputs_MD = moe.multiply(act_MI, experts.down_XDI, ends_X)
-        sums.append(moe.combine(outputs_MD, order_M, weights_NJ, dtype))
-    return torch.cat(sums) if len(sums) > 1 else sums[0]
+        return functional.linear(moe.swiglu(gate_NI, up_NI), experts.down_XDI[0])[:, None], None
+    logits_NX = _wide_product(x_ND, layer.router.gate_XD)
+    ids_NJ, weights_NJ = router.choose(logits_NX, layer.router.bias_X, config.router_law)
+    return moe.run_each(x_ND, ids_NJ, experts.gate_up_XCD, experts.down_XDI, experts.limits_X), weights_NJ
 
 
 def _attend(q_NHE: torch.Tensor, k_JHE: torch.Tensor, v_JHF: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dspark.layers.rotary import rotary_angles
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
 from dspark.verifier.buffers import Buffers
-from dspark.verifier.plan import free_bytes, reading_bytes
+from dspark.verifier.plan import PIECE_TOKENS, free_bytes, reading_bytes
 from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.reading.blocks import Rows, feed, latent_attention, linear_attention
 from dspark.verifier.weights import VerifierWeights
@@ -66,10 +66,10 @@ def read_packed(
         else:
             kept_JC = None if buffers is None else buffers.rows_MJC[index - num_linear]
             partial_ND = latent_attention(x_ND, layer.latent, rows, kept_JC)
-        partial_ND = partial_ND.to(dtype)
-        residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, layer.post_norm_D, eps)
-        partial_ND = feed(x_ND, layer, index, config, dtype)
-        residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, next_norm_D, eps)
+        residual_ND, x_ND = ranks.add_norm(partial_ND.to(dtype)[:, None], None, residual_ND, layer.post_norm_D, eps)
+        parts = zip(torch.split(x_ND, PIECE_TOKENS), torch.split(residual_ND, PIECE_TOKENS), strict=True)
+        pieces = [ranks.add_norm(*feed(x, layer, config), stream, next_norm_D, eps) for x, stream in parts]
+        residual_ND, x_ND = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*pieces, strict=True))
         if index in target_layer_ids:
             taps[index] = residual_ND
     if buffers is not None:
