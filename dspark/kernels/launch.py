@@ -7,6 +7,8 @@ kernel two back is not ordered. Weights may be read before. ``signal`` lets the 
 Source: CUDA programming guide, programmatic dependent launch; specs/verifier-kernels.md section 3.
 """
 
+import ctypes
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,6 +44,23 @@ def prefetch_lines(  # type: ignore[no-untyped-def]
             "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
             [base.to(tl.int64) + offset, (offset < num_bytes).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@cache
+def keep_shared_memory() -> None:
+    """Have every kernel loaded from now on ask for a multiprocessor's largest share of shared memory.
+
+    Left alone each kernel asks for what it needs, and where its share differs from its predecessor's, a multiprocessor
+    must be empty before it takes both: chained launches would not overlap. Worth 36 of 3,650 us a step on an H200.
+    Source: CUDA driver API, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def prefer(module: int, function: int, name: str, metadata: Any, key: str) -> None:
+        error = driver.cuFuncSetAttribute(ctypes.c_void_p(function), 9, 100)
+        assert error == 0, f"cuFuncSetAttribute of {name}: error {error}"
+
+    triton.knobs.runtime.kernel_load_end_hook.add(prefer)
 
 
 def is_interpreted() -> bool:

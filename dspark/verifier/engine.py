@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from dspark.errors import ConfigError
-from dspark.kernels import MAX_TOKENS, kda, projection, router
+from dspark.kernels import MAX_TOKENS, kda, launch, projection, router
 from dspark.target.config import load_target_config
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
@@ -54,6 +54,8 @@ class Verifier:
         if ranks.world_size > 1 and weights.shard != Shard(ranks.rank, ranks.world_size):
             raise ValueError(f"rank {ranks.rank} of {ranks.world_size} was given the weights of {weights.shard}")
         check_taps(target_layer_ids, weights.config.num_hidden_layers)
+        if weights.device.type == "cuda":
+            launch.keep_shared_memory()
         self.weights, self.config, self.is_chained = weights, weights.config, is_chained
         self.target_layer_ids, self.ranks = target_layer_ids, ranks
         self.buffers = allocate_buffers(weights.config, weights.shard, capacity_tokens, weights.dtype, weights.device)

@@ -222,9 +222,8 @@ def test_gpu_check_two_ranks_on_two_streams_wait_for_each_other(kernel_device: t
     outputs, gathered = [], []
     for inputs in calls:
         for rank, stream in enumerate(streams):
-            memory = (ranks.peers_R, ranks.slots[rank], ranks.turns[rank], ranks.errors[rank])
             with torch.cuda.stream(stream):
-                handle = exchange.Exchange(rank, *memory)
+                handle = replace(ranks.memory[rank], limit_seconds=5.0)
                 outputs.append(exchange.add_norm(**inputs[rank], eps=EPS, exchange=handle, is_chained=True))
                 gathered.append(exchange.gather(inputs[rank]["weights_TK"].view(torch.int32), handle))
     torch.cuda.synchronize()

@@ -255,7 +255,7 @@ def test_gpu_check_the_choice_is_the_engines_where_the_scores_are_equal(kernel_d
         x_TD, gate_XD, bias_X, FLASH, counters(kernel_device)
     )  # sums of few bits: exact in any order
     ids_TJ, weights_TJ = router.choose(torch.mm(x_TD, gate_XD.T, out_dtype=torch.float32), bias_X, FLASH)
-    assert torch.equal(weights_TJ, visits.weights_TJ)
+    torch.testing.assert_close(weights_TJ, visits.weights_TJ, rtol=1e-6, atol=1e-6)  # the sigmoid's last bit
     pairs = {
         (int(expert), int(pair) // 9)
         for expert, pairs_N in zip(visits.experts_P, visits.pairs_PN, strict=True)

@@ -23,6 +23,8 @@ from dspark.kernels.mla.reference import BLOCK_ROWS
 COLUMNS, AHEAD = 32, 64
 """Of ``absorb``: 128 programs at 8 heads of a 512-wide latent, of which each asks for that many rows for ``attend``."""
 
+FINISH_WARPS = 16
+
 
 def attend_tiles(dtype: torch.dtype, num_steps: int) -> tuple[int, int, int]:
     """For splits of ``num_steps`` blocks: (token, head) rows of a program at most, blocks it holds, stages of its loop.
@@ -333,6 +335,6 @@ def finish(
         context_STHC, lse_STH, values_HFC, gate_TH, o_THF, gate_TH.stride(0), values_HFC.stride(0),
         num_tokens * num_heads, HEADS=num_heads, WIDTH=width, LATENT=latent, SPLITS=num_splits,
         LATENT_PAD=triton.next_power_of_2(latent), GROUP=min(16, triton.next_power_of_2(num_splits)),
-        COLUMNS=columns, num_warps=16, **launch.options(is_chained),
+        COLUMNS=columns, num_warps=FINISH_WARPS, **launch.options(is_chained),
     )  # fmt: skip
     return o_THF

@@ -22,8 +22,8 @@ UP = {"form": "plain", "block_rows": 16, "min_rows": 8, "block_k": 128, "num_sta
 DOWN = {"form": "whole", "block_rows": 64, "min_rows": 64, "block_k": 64, "num_stages": 1, "num_warps": 4}
 """At a quarter of flash 2760 units of 24 KB; a row is only 384 bytes, so all of it is one program's."""
 
-MAX_WHOLE_K = 512
-"""Wider rows do not fit in registers at once: DOWN_WIDE."""
+DOWN_HALF = DOWN | {"form": "plain", "block_rows": 128, "min_rows": 32, "block_k": 128, "num_stages": 3, "num_warps": 8}
+"""At half of flash (384)."""
 
 DOWN_WIDE = DOWN | {"form": "plain", "block_rows": 32, "min_rows": 16, "block_k": 128, "num_stages": 5}
 """The dense MLP (6144 / 4), and experts that are not sharded (768)."""
@@ -153,7 +153,8 @@ def down(
 ) -> torch.Tensor:
     """See the package. ``changes`` to DOWN."""
     out_MD = act_MI.new_empty(act_MI.shape[0], down_XDI.shape[1])
-    choice = (DOWN if down_XDI.shape[2] <= MAX_WHOLE_K else DOWN_WIDE) | changes
+    width = down_XDI.shape[2]
+    choice = (DOWN if width <= 256 else DOWN_HALF if width <= 512 else DOWN_WIDE) | changes
     _launch(act_MI, down_XDI, out_MD, dispatch, out_MD, 1, 1, is_chained, choice)
     return out_MD.view(*dispatch.weights_TJ.shape, -1)
 
