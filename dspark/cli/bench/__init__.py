@@ -24,7 +24,7 @@ from dspark.verifier import Shard, Verifier, load_mtp, load_weights, make_plan, 
 from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, draft_weights, random_draft
 from dspark.verifier.plan import free_bytes
 from dspark.verifier.ranks import ALONE, Ranks, start
-from dspark.verifier.timing import Clock, read_bandwidth, slack_tokens
+from dspark.verifier.timing import Clock, read_bandwidth, read_trace, slack_tokens
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEVICE, DTYPE, SEED = "cuda", torch.bfloat16, 0
@@ -49,6 +49,7 @@ class Job:
     windows: tuple[int, ...]
     context: int
     draft: str
+    routing: str
     json: Path | None
 
 
@@ -63,6 +64,9 @@ def verify(
         str,
         typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN)."),
     ] = "",
+    routing: Annotated[
+        str, typer.Option(help="uniform, or a safetensors trace of a text: expert_ids [tokens, MoE layers, picks].")
+    ] = "uniform",
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
     ] = None,
@@ -86,9 +90,10 @@ def verify(
     folder = locate_target(weights) if weights != "random" else _config_folder(target)
     if weights != "random" and load_target_config(folder) != load_target_config(_config_folder(target)):
         raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
+    _trace(routing, folder, windows)
     if not torch.cuda.is_available():
         raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
-    job = Job(target, weights, folder, emulate_tp, windows, context, draft, json)
+    job = Job(target, weights, folder, emulate_tp, windows, context, draft, routing, json)
     if tp > 1:
         start(partial(run, job=job), tp, DEVICE)
     else:
@@ -105,12 +110,15 @@ def run(ranks: Ranks, job: Job) -> None:
     label = f"one rank of {job.emulated}, communication left out" if job.emulated > 1 else "the whole model on one GPU"
     if ranks.world_size > 1:
         label = f"{ranks.world_size} ranks with communication, seen by the first"
+    own = "uniform routing" if job.weights == "random" else "its router's own routing"
+    label += f", {own if job.routing == 'uniform' else f'routing of {job.routing}'}"
     console.print(f"{job.target}, {job.weights} weights, {label}; {plan.total_bytes / 1e9:.1f} GB")
     plan.check(free_bytes(device), torch.cuda.get_device_name(device))
     report: dict[str, Any] = {
         "target": job.target,
         "weights": job.weights,
         "label": label,
+        "routing": job.routing,
         "context": job.context,
         "plan_bytes": plan.parts(),
         "provenance": describe_launch(sys.argv),
@@ -131,7 +139,7 @@ def run(ranks: Ranks, job: Job) -> None:
     else:
         weights = load_weights(job.folder, shard, DTYPE, DEVICE)
     verifier = Verifier(weights, capacity_tokens, draft_taps or taps, ranks=ranks)
-    rows = Rows(verifier, clock, bandwidth, job.context, console)
+    rows = Rows(verifier, clock, bandwidth, job.context, console, _trace(job.routing, job.folder, job.windows))
     for num_tokens in job.windows:
         found: dict[str, Any] = {"tokens": num_tokens}
         report["windows"].append(found)
@@ -168,6 +176,10 @@ def _windows(tokens: str) -> tuple[int, ...]:
     if not all(len(part) < 5 and part.strip().isdecimal() and 1 <= int(part) <= MAX_TOKENS for part in parts):
         raise ConfigError(f"--tokens: expected numbers in 1..{MAX_TOKENS}, separated by commas, got {tokens!r}")
     return tuple(int(part) for part in parts)
+
+
+def _trace(routing: str, folder: Path, windows: tuple[int, ...]) -> torch.Tensor | None:
+    return None if routing == "uniform" else read_trace(Path(routing), load_target_config(folder), max(windows))
 
 
 def _run_file(target: str) -> Path:
