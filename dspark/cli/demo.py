@@ -50,7 +50,7 @@ DEMO = REPOSITORY / "configs" / "demo.yaml"
 LEARNER = "demo draft"
 
 
-def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.")] = DEMO) -> None:
+def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.", readable=False)] = DEMO) -> None:
     """Prompts in, a trained draft and a table out: the whole pipeline on the shipped nano target.
 
     It runs the commands that you would, shows each one, and writes runs/demo/report.html. Run it again to go on after a
