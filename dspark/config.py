@@ -202,8 +202,9 @@ def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
     """
     path = Path(path)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "no such file"
-        raise ConfigError(f"{path}: {found}; give a run description such as configs/nano.yaml")
+        raise ConfigError(
+            f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give a run: configs/nano.yaml ..."
+        )
     try:
         tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -251,9 +252,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _fault(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return " ".join(str(error).split())
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return f"line {mark.line + 1}: {problem}" if mark else " ".join(str(error).split())
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -95,7 +95,7 @@ def test_a_folder_and_an_unreadable_file_are_no_run_and_one_line(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     assert dspark(monkeypatch, command, "--config", tmp_path) == 2
-    assert capsys.readouterr().err.startswith(f"dspark: {tmp_path}: is a folder; give a run description")
+    assert capsys.readouterr().err.startswith(f"dspark: {tmp_path}: is a folder; give a run")
     path = tmp_path / "run.yaml"
     path.touch()
     monkeypatch.setattr(os, "access", lambda *given, **options: False)

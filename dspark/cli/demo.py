@@ -118,11 +118,7 @@ def run_stage(name: str, command: Sequence[str], environment: Mapping[str, str],
     console.print(f"$ {settings} python {' '.join(command)}", style="dim")
     began = time.monotonic()
     code = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        check=False,
-        preexec_fn=END_WITH_PARENT,
+        [sys.executable, *command], cwd=REPOSITORY, env={**os.environ, **environment}, preexec_fn=END_WITH_PARENT
     ).returncode
     if code:
         raise DsparkError(

@@ -84,7 +84,7 @@ def bench(path: Path, *arguments: str) -> dict[str, Any]:
     report = json.loads(path.read_text())
     routing = "its router's own routing" if "--weights" in arguments else "uniform routing"
     if "--routing" in arguments:
-        routing = f"routing of {report['routing']}"
+        routing = f"routing of {arguments[-1]}"
     whose = "one rank of 2, communication left out" if "2" in arguments else WHOLE
     assert report["label"] == f"{whose}, {routing}"
     assert [window["tokens"] for window in report["windows"]] == [1, 9]

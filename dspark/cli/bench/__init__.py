@@ -90,7 +90,8 @@ def verify(
     folder = locate_target(weights) if weights != "random" else _config_folder(target)
     if weights != "random" and load_target_config(folder) != load_target_config(_config_folder(target)):
         raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
-    _trace(routing, folder, windows)
+    if routing != "uniform":
+        read_trace(Path(routing), load_target_config(folder), max(windows))
     if not torch.cuda.is_available():
         raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
     job = Job(target, weights, folder, emulate_tp, windows, context, draft, routing, json)
@@ -118,7 +119,6 @@ def run(ranks: Ranks, job: Job) -> None:
         "target": job.target,
         "weights": job.weights,
         "label": label,
-        "routing": job.routing,
         "context": job.context,
         "plan_bytes": plan.parts(),
         "provenance": describe_launch(sys.argv),
@@ -139,7 +139,8 @@ def run(ranks: Ranks, job: Job) -> None:
     else:
         weights = load_weights(job.folder, shard, DTYPE, DEVICE)
     verifier = Verifier(weights, capacity_tokens, draft_taps or taps, ranks=ranks)
-    rows = Rows(verifier, clock, bandwidth, job.context, console, _trace(job.routing, job.folder, job.windows))
+    trace_NLK = None if job.routing == "uniform" else read_trace(Path(job.routing), config, max(job.windows))
+    rows = Rows(verifier, clock, bandwidth, job.context, console, trace_NLK)
     for num_tokens in job.windows:
         found: dict[str, Any] = {"tokens": num_tokens}
         report["windows"].append(found)
@@ -176,10 +177,6 @@ def _windows(tokens: str) -> tuple[int, ...]:
     if not all(len(part) < 5 and part.strip().isdecimal() and 1 <= int(part) <= MAX_TOKENS for part in parts):
         raise ConfigError(f"--tokens: expected numbers in 1..{MAX_TOKENS}, separated by commas, got {tokens!r}")
     return tuple(int(part) for part in parts)
-
-
-def _trace(routing: str, folder: Path, windows: tuple[int, ...]) -> torch.Tensor | None:
-    return None if routing == "uniform" else read_trace(Path(routing), load_target_config(folder), max(windows))
 
 
 def _run_file(target: str) -> Path:

@@ -30,8 +30,7 @@ class Rows:
         self.console.rule(f"T = {num_tokens}, context {context}", align="left")
         if self.trace_NLK is not None:
             found["trace"] = replay(verifier, self.trace_NLK, num_tokens)
-            said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found["trace"].items())
-            self.console.print(f"experts a layer (shared one included) over the trace's windows: {said}")
+            self.console.print(f"experts a layer (shared one included) over the trace's windows: {found['trace']}")
         hidden_TD = []
         for kind in ("plain", "chained"):
             verifier.is_chained = kind == "chained"

@@ -24,12 +24,10 @@ def read_trace(path: Path, config: TargetConfig, num_tokens: int) -> torch.Tenso
             ids_NLK: torch.Tensor = file.get_tensor("expert_ids")
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: {error}; {expected} in a safetensors file") from error
-    is_integer = ids_NLK.dtype != torch.bool and torch.can_cast(ids_NLK.dtype, torch.int64)
-    if not is_integer or ids_NLK.shape[1:] != layout or len(ids_NLK) < num_tokens:
+    if not torch.can_cast(ids_NLK.dtype, torch.int64) or ids_NLK.shape[1:] != layout or len(ids_NLK) < num_tokens:
         raise ConfigError(f"{path}: {expected}, found {ids_NLK.dtype} {list(ids_NLK.shape)}")
     ids_NLK = ids_NLK.long().sort().values
-    is_wrong_NLK = (ids_NLK < 0) | (ids_NLK >= config.num_experts)
-    is_wrong_NLK[..., 1:] |= ids_NLK.diff() == 0
+    is_wrong_NLK = (ids_NLK < 0) | (ids_NLK >= config.num_experts) | functional.pad(ids_NLK.diff() == 0, (1, 0))
     for token, layer, _ in is_wrong_NLK.nonzero()[:1].tolist():
         found = f"found {ids_NLK[token, layer].tolist()} of token {token} in MoE layer {layer}, both from 0"
         raise ConfigError(f"{path}: expected different experts in 0..{config.num_experts - 1}, {found}")
@@ -37,21 +35,19 @@ def read_trace(path: Path, config: TargetConfig, num_tokens: int) -> torch.Tenso
 
 
 def replay(verifier: Verifier, trace_NLK: torch.Tensor, num_tokens: int) -> dict[str, float]:
-    """Give the experts of ``num_tokens`` rows what the trace's window of the middle number of visits chose.
+    """Route windows as the one of the trace whose visits are the median of all, with equal weights of the usual sum.
 
-    All weights are equal and have the router's sum. Returns: of all windows of the trace the mean, least and most
-    experts that a layer visits, the shared one included; the mean of uniform routing; the window's first token.
+    Returns: mean, least and most experts a layer of all windows, the shared one included; uniform routing's mean.
     """
     config, device = verifier.config, verifier.weights.device
     num_experts, num_picks = config.num_experts, config.num_experts_per_tok
     windows = (ids_NK.unfold(0, num_tokens, 1).flatten(1) for ids_NK in trace_NLK.unbind(1))
     counts_WL = torch.stack([(ids_WM.sort().values.diff() != 0).sum(1) + 2 for ids_WM in windows], 1)
     first = int(counts_WL.sum(1).argsort(stable=True)[(len(counts_WL) - 1) // 2])
-    ids_LTK = trace_NLK[first : first + num_tokens].transpose(0, 1).to(device, torch.int32)
-    weights_TK = torch.full((num_tokens, num_picks), config.routed_scaling_factor / num_picks, device=device)
-    weights_TJ = functional.pad(weights_TK, (0, 1), value=1.0)
-    ids_LTJ = functional.pad(ids_LTK, (0, 1), value=num_experts)
-    verifier.forced[num_tokens] = [list_pairs(ids_TJ, weights_TJ, num_experts) for ids_TJ in ids_LTJ]
+    ids_LTJ = functional.pad(trace_NLK[first : first + num_tokens].transpose(0, 1).int(), (0, 1), value=num_experts)
+    weights_TJ = torch.full(ids_LTJ.shape[1:], config.routed_scaling_factor / num_picks, device=device)
+    weights_TJ[:, -1] = 1
+    verifier.forced[num_tokens] = [list_pairs(ids_TJ, weights_TJ, num_experts) for ids_TJ in ids_LTJ.to(device)]
     uniform = num_experts * (1 - (1 - num_picks / num_experts) ** num_tokens) + 1
-    found = {"mean": round(float(counts_WL.double().mean()), 2), "uniform": round(uniform, 2)}
-    return found | {"least": int(counts_WL.min()), "most": int(counts_WL.max()), "first_token": first}
+    found = {"mean": round(float(counts_WL.double().mean()), 2), "uniform": round(uniform, 2), "first_token": first}
+    return found | {"least": int(counts_WL.min()), "most": int(counts_WL.max())}
