@@ -60,13 +60,13 @@ def verify(
     emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
     tokens: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "9",
     context: Annotated[int, typer.Option(min=0, max=10**7, help="Committed tokens before the window.")] = 8192,
+    routing: Annotated[
+        str, typer.Option(help="uniform, or a safetensors trace of a text: expert_ids [tokens, MoE layers, picks].")
+    ] = "uniform",
     draft: Annotated[
         str,
         typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN)."),
     ] = "",
-    routing: Annotated[
-        str, typer.Option(help="uniform, or a safetensors trace of a text: expert_ids [tokens, MoE layers, picks].")
-    ] = "uniform",
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
     ] = None,
@@ -111,13 +111,13 @@ def run(ranks: Ranks, job: Job) -> None:
     label = f"one rank of {job.emulated}, communication left out" if job.emulated > 1 else "the whole model on one GPU"
     if ranks.world_size > 1:
         label = f"{ranks.world_size} ranks with communication, seen by the first"
-    own = "uniform routing" if job.weights == "random" else "its router's own routing"
-    label += f", {own if job.routing == 'uniform' else f'routing of {job.routing}'}"
-    console.print(f"{job.target}, {job.weights} weights, {label}; {plan.total_bytes / 1e9:.1f} GB")
+    routing = "its own" if job.routing == "uniform" and job.weights != "random" else job.routing
+    console.print(f"{job.target}, {job.weights} weights, routing: {routing}, {label}; {plan.total_bytes / 1e9:.1f} GB")
     plan.check(free_bytes(device), torch.cuda.get_device_name(device))
     report: dict[str, Any] = {
         "target": job.target,
         "weights": job.weights,
+        "routing": routing,
         "label": label,
         "context": job.context,
         "plan_bytes": plan.parts(),
