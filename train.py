@@ -46,7 +46,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(epilog=EXAMPLES)
 def main(
-    config: Annotated[Path, typer.Option(help="The run, one YAML file; see configs/.")],
+    config: Annotated[Path, typer.Option(help="The run, one YAML file; see configs/.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in train.folder.")] = False,
 ) -> None:

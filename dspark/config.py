@@ -202,11 +202,13 @@ def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; give a run description such as configs/nano.yaml")
+        raise ConfigError(
+            f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give a run: configs/nano.yaml ..."
+        )
     try:
         tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        raise ConfigError(f"{path}: not valid YAML: {_fault(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
     for override in overrides:
@@ -249,6 +251,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _fault(error: Exception) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return f"line {mark.line + 1}: {problem}" if mark else " ".join(str(error).split())
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
@@ -262,4 +269,4 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     try:
         node[leaf] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {_fault(error)}") from error

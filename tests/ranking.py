@@ -139,13 +139,14 @@ class TenMicroseconds:
     time_burst = time
 
 
-def measure_on_cpus(ranks: Ranks, path: Path) -> None:
+def measure_on_cpus(ranks: Ranks, path: Path, routing: str) -> None:
     """``dspark bench verify --tp N`` from where its processes have started, without GPUs."""
     bench.DEVICE, bench.Clock = "cpu", TenMicroseconds  # type: ignore[assignment,misc]
     bench.read_bandwidth = lambda clock, free_bytes: 1e12
     torch.cuda.get_device_name = lambda device: "a GPU"  # type: ignore[assignment]
-    sizes = (1, (1, 3), 100, "mtp", path, Precision(torch.bfloat16))
-    bench.run(ranks, bench.Job("ling-3.0-nano", str(NANO_FOLDER), NANO_FOLDER, *sizes))
+    sizes, precision = (1, (1, 3), 100), Precision(torch.bfloat16)
+    job = bench.Job("ling-3.0-nano", str(NANO_FOLDER), NANO_FOLDER, *sizes, "mtp", routing, path, precision)
+    bench.run(ranks, job)
 
 
 def unguarded(

@@ -1,5 +1,6 @@
 """Bad input of every kind is one clear error that names the place, and nothing written before is lost."""
 
+import errno
 import json
 import os
 import sys
@@ -68,6 +69,41 @@ def test_a_key_given_twice_or_a_bottomless_file_is_no_run(tmp_path: Path, text: 
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.yaml: not valid YAML"):
         load_run(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("name: a\ndata: {x: [1, 2\nseed: 3\n", "line 3: expected ',' or ']', but got ':'"),
+        ("name: a\n\tb: 1\n", "line 2: found character '\\t' that cannot start any token"),
+        ("a: \0", "unacceptable character #x0000: special characters are not allowed"),
+    ],
+)
+def test_a_fault_of_yaml_is_one_line_that_says_where(tmp_path: Path, text: str, fault: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_run(tmp_path / "run.yaml")
+    assert str(error.value).startswith(f"{tmp_path / 'run.yaml'}: not valid YAML: {fault}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("command", ["demo", "prepare", "record", "eval"])
+def test_a_folder_and_an_unreadable_file_are_no_run_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    def refuse(path: Path, **options: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    assert dspark(monkeypatch, command, "--config", tmp_path) == 2
+    assert capsys.readouterr().err.startswith(f"dspark: {tmp_path}: is a folder; give a run")
+    path = tmp_path / "run.yaml"
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda *given, **options: False)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert dspark(monkeypatch, command, "--config", path) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"dspark: {path}: Permission denied")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from ctypes import CDLL
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -41,11 +44,13 @@ TWO_PROCESSES = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_
 """Of training. On two cores two processes of one thread each learn faster than one process of two threads."""
 LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 LAUNCH += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]  # said, so that nothing is warned of
+END_WITH_PARENT = partial(CDLL(None).prctl, 1, signal.SIGTERM) if sys.platform == "linux" else None
+"""PR_SET_PDEATHSIG: a stage gets the signal when the demo ends, however it ends; the launcher then ends its workers."""
 DEMO = REPOSITORY / "configs" / "demo.yaml"
 LEARNER = "demo draft"
 
 
-def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.")] = DEMO) -> None:
+def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.", readable=False)] = DEMO) -> None:
     """Prompts in, a trained draft and a table out: the whole pipeline on the shipped nano target.
 
     It runs the commands that you would, shows each one, and writes runs/demo/report.html. Run it again to go on after a
@@ -113,7 +118,7 @@ def run_stage(name: str, command: Sequence[str], environment: Mapping[str, str],
     console.print(f"$ {settings} python {' '.join(command)}", style="dim")
     began = time.monotonic()
     code = subprocess.run(
-        [sys.executable, *command], cwd=REPOSITORY, env={**os.environ, **environment}, check=False
+        [sys.executable, *command], cwd=REPOSITORY, env={**os.environ, **environment}, preexec_fn=END_WITH_PARENT
     ).returncode
     if code:
         raise DsparkError(

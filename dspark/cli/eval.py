@@ -30,7 +30,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def evaluate(
-    config: Annotated[Path | None, typer.Option(help="A run; its target, eval section and trained draft.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A run: target, eval section, draft.", readable=False)] = None,
     target: Annotated[str | None, typer.Option(help="A name (ling-3.0-nano, ...) or a Hugging Face folder.")] = None,
     draft: Annotated[Path | None, typer.Option(help="An exported draft.")] = None,
     tasks: Annotated[str | None, typer.Option(help=TASKS_HELP)] = None,
@@ -52,10 +52,10 @@ def evaluate(
     listed = {"tasks": tasks and tasks.split(","), "temperatures": temperatures and temperatures.split(",")}
     plan = _plan(run, listed | {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens})
     chosen = _target(run, target, dtype, device)
+    folder = locate_target(chosen.path)
     place = draft or (run.train.folder / "draft" if run else None)
     if place is None:
         raise ConfigError("--draft: missing; give the folder of an exported draft, or a run with --config")
-    folder = locate_target(chosen.path)
     facts = target_facts(folder)
     fingerprint = target_fingerprint(folder)
     draft_config = check_target(

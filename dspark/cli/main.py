@@ -47,7 +47,7 @@ dspark export --draft my-draft --target ling-3.0-nano --architecture Qwen3DSpark
 }
 BENCH = """
 dspark bench verify --target ling-3.0-flash --emulate-tp 4 --tokens 1,9 --json bench.json
-dspark bench verify --target ling-3.0-flash --weights FOLDER --tp 2
+dspark bench verify --target ling-3.0-flash --weights FOLDER --tp 2 --routing trace.safetensors
 """
 
 

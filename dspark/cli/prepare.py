@@ -25,7 +25,7 @@ from dspark.types import Target
 
 
 def prepare(
-    config: Annotated[Path, typer.Option(help="The run's YAML file.")],
+    config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
     leave_out_unusable: Annotated[
         bool, typer.Option("--leave-out-unusable", help="Go on without the prompts that cannot be used.")

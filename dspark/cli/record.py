@@ -30,7 +30,7 @@ SHOWN_TOKENS = 300
 
 
 def record(
-    config: Annotated[Path, typer.Option(help="The run's YAML file.")],
+    config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
     as_given: Annotated[
         bool, typer.Option("--as-given", help="Record data.sources with the answers they hold, not the target's own.")

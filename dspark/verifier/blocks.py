@@ -1,6 +1,6 @@
 """One rank's chain of kernels through each kind of block, from the normed hidden state to the rank's partial sum."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,12 +31,13 @@ class Staged(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What every kernel of a pass is called with."""
+    """What every kernel of a pass is called with; ``forced``: the mixture layers' dispatches, if not the router's."""
 
     call: Caller
     config: TargetConfig
     buffers: Buffers
     is_chained: bool
+    forced: Sequence[router.Dispatch] = ()
 
     def run(self, stage: str, kernel: Callable[..., R], *args: Any, **options: Any) -> R:
         """Call a kernel of the chain."""
@@ -112,13 +113,14 @@ def latent_attention(x_TD: torch.Tensor, weights: LatentWeights, index: int, cha
 
 
 def feed(
-    x_TD: torch.Tensor, gate: RouterWeights | None, experts: ExpertWeights, dense: router.Dispatch, chain: Chain
+    x_TD: torch.Tensor, gate: RouterWeights | None, experts: ExpertWeights, given: router.Dispatch | None, chain: Chain
 ) -> Partial:
-    """The mixture of experts, or the dense MLP as one expert that every token takes (``dense``)."""
-    kind, dispatch, weights_TK = "Dense MLP", dense, None
+    """The mixture of experts by ``given`` or else by its router, which always runs; or the dense MLP as one expert."""
+    kind, dispatch, weights_TK = "Dense MLP", given, None
     if gate is not None:
         law, counters = chain.config.router_law, chain.buffers.counters
-        dispatch = chain.run("Router", router.dispatch, x_TD, gate.gate_XD, gate.bias_X, law, counters)
+        routed = chain.run("Router", router.dispatch, x_TD, gate.gate_XD, gate.bias_X, law, counters)
+        dispatch = given or routed
         kind, weights_TK = "MoE", dispatch.weights_TJ
     act_MI = chain.run(f"{kind} up", moe.up, x_TD, experts.gate_up_XCD, dispatch, experts.limits_X)
     parts_TKD = chain.run(f"{kind} down", moe.down, act_MI, experts.down_XDI, dispatch)

@@ -65,6 +65,8 @@ class Verifier:
         """At least the committed length; exact unless device-resident steps ran since it was last read."""
         self._windows: dict[int, Captured[Window]] = {}
         self._dense = {n: router.dense_dispatch(n, weights.device) for n in range(1, MAX_TOKENS + 1)}
+        self.forced: dict[int, Sequence[router.Dispatch]] = {}
+        """By window length: what the mixture layers' experts get, one a layer, in passes captured from then on."""
         self._number = 0
         self._staged: Window | None = None
         ranks.reserve(weights.config.hidden_size)
@@ -186,7 +188,7 @@ class Verifier:
 
     def read(self, num_tokens: int, call: Caller = call) -> Window:
         """One pass over the first ``num_tokens`` of ids_T."""
-        chain = Chain(call, self.config, self.buffers, self.is_chained)
+        chain = Chain(call, self.config, self.buffers, self.is_chained, self.forced.get(num_tokens, ()))
         ids_T, dense = self.ids_T[:num_tokens], self.dense(num_tokens)
         return read_window(ids_T, self.weights, self.target_layer_ids, dense, chain, self.ranks)
 

@@ -36,7 +36,7 @@ def read_window(
     residual_TD, x_TD = chain.run("Embedding and norm", residual.embed_norm, *begin)
     outputs: list[torch.Tensor] = []
     staged = None if weights.linear is None else empty_stage(x_TD, weights.linear)
-    num_linear = 0
+    num_linear, forced = 0, iter(chain.forced)
     for layer, next_norm_D in zip(weights.layers, [*input_norms[1:], weights.norm_D], strict=True):
         if layer.latent is None:
             assert weights.linear is not None
@@ -46,8 +46,8 @@ def read_window(
         else:
             partial = latent_attention(x_TD, layer.latent, len(outputs) - num_linear, chain)
         residual_TD, x_TD = _add("Attention", partial, residual_TD, layer.post_norm_D, chain, ranks)
-        partial = feed(x_TD, layer.router, layer.experts, dense, chain)
-        kind = "Dense MLP" if layer.router is None else "MoE"
+        kind, given = ("Dense MLP", dense) if layer.router is None else ("MoE", next(forced, None))
+        partial = feed(x_TD, layer.router, layer.experts, given, chain)
         residual_TD, x_TD = _add(kind, partial, residual_TD, next_norm_D, chain, ranks)
         outputs.append(residual_TD)
     taps = [outputs[layer] for layer in target_layer_ids]

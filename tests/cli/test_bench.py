@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from ranking import TenMicroseconds, measure_on_cpus
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from dspark.cli.bench import Job
 from dspark.cli.main import app
 from dspark.errors import ConfigError, DsparkError
 from dspark.target.loading import NANO_FOLDER
@@ -67,6 +69,26 @@ def test_ranks_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert "give only one" in str(error)
 
 
+def test_a_trace_is_handed_on_and_another_is_refused_before_the_gpu_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr("dspark.cli.bench.run", lambda ranks, job: jobs.append(job))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not jobs)
+    path = write_trace(tmp_path, torch.arange(8).repeat(8, 40, 1))
+    given = ["--target", "ling-3.0-flash", "--routing", path, "--tokens"]
+    assert run(*given, "8,1") is None
+    assert [(job.routing, job.windows) for job in jobs] == [(path, (8, 1))]
+    error = run(*given, "1,9")
+    assert isinstance(error, ConfigError)
+    assert "9 tokens or more, 40 MoE layers, 8 picks], found torch.int64 [8, 40, 8]" in str(error)
+
+
+def write_trace(folder: Path, ids_NLK: torch.Tensor) -> str:
+    save_file({"expert_ids": ids_NLK}, folder / "trace.safetensors")
+    return str(folder / "trace.safetensors")
+
+
 def bench(path: Path, *arguments: str) -> dict[str, Any]:
     sizes = ["--target", "ling-3.0-nano", "--tokens", "1,9", "--context", "100", "--json", str(path)]
     assert run(*sizes, *arguments) is None
@@ -81,6 +103,7 @@ def bench(path: Path, *arguments: str) -> dict[str, Any]:
         for kind in ("plain", "chained"):
             assert window[kind]["is_finite"]
             assert window[kind]["is_replay_equal"]
+    assert report["routing"] == ("its own" if "--weights" in arguments else "uniform")
     return report
 
 
@@ -98,6 +121,7 @@ def test_every_stage_of_a_step_is_written(
     monkeypatch.setattr("dspark.cli.bench.Clock", TenMicroseconds)
     monkeypatch.setattr("dspark.cli.bench.read_bandwidth", lambda clock, free_bytes: 1e12)
     for window in bench(tmp_path / "new" / "out.json", *arguments)["windows"]:
+        assert "trace" not in window
         for kind in ("plain", "chained"):
             found, stages = window[kind], {stage["name"]: stage for stage in window[kind]["stages"]}
             assert len(found["distinct_experts"]) == 7
@@ -113,14 +137,18 @@ def test_every_stage_of_a_step_is_written(
 
 
 def test_ranks_write_one_report_with_their_communication(tmp_path: Path) -> None:
-    start(partial(measure_on_cpus, path=tmp_path / "out.json"), 2, "cpu", 120.0)
+    trace = write_trace(tmp_path, torch.arange(8).view(2, 1, 4).repeat(8, 7, 1))  # 0 to 3 and 4 to 7 in turn
+    start(partial(measure_on_cpus, path=tmp_path / "out.json", routing=trace), 2, "cpu", 120.0)
     report = json.loads((tmp_path / "out.json").read_text())
+    assert report["routing"] == trace
     assert report["label"] == "2 ranks with communication, seen by the first"
     for window in report["windows"]:
         calls = {stage["name"]: stage["num_calls"] for stage in window["chained"]["stages"]}
         assert calls["Attention all-reduce and norm"] == 8
         assert calls["MoE all-reduce and norm"] + calls["Dense MLP all-reduce and norm"] == 8
         assert calls["Arg-max exchange"] == 2
+        assert window["trace"]["mean"] == {1: 5, 3: 9}[window["tokens"]]
+        assert window["plain"]["distinct_experts"] == [window["trace"]["mean"]] * 7
         assert window["chained"]["is_replay_equal"]
         assert window["is_chained_equal"]
     stages = {stage["name"] for stage in report["windows"][1]["cycle_temperature_0"]["stages"]}

@@ -1,18 +1,23 @@
 """dspark demo: the real stages on a tiny target end in a table and a page; a second run goes on; a failure is named."""
 
 import json
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from tiny import write_tiny_ling
 from training_run import run_fields
 
-from dspark.cli.demo import LAUNCH, demo
+from dspark.cli.demo import LAUNCH, TWO_PROCESSES, demo, run_stage
 from dspark.cli.main import main
 from dspark.config import load_run
 from dspark.eval.tasks import REPOSITORY
@@ -71,6 +76,43 @@ def test_the_pipeline_ends_in_a_table_and_a_page_and_goes_on_when_run_again(
     (launch,) = json.loads((load_run(config).train.folder / PROVENANCE).read_text())
     assert launch["hardware"]["processes"] == "2 x cpu"
     assert page.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for a signal")
+def test_workers_end_with_a_demo_that_is_killed(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, pathlib, time\npathlib.Path(__file__).with_name(f'{os.getpid()}.pid').touch()\ntime.sleep(120)\n"
+    )
+    stage = ("train", [*LAUNCH, str(worker)], TWO_PROCESSES, Console(quiet=True))
+    parent = multiprocessing.get_context("fork").Process(target=run_stage, args=stage)
+    parent.start()
+    pids: list[int] = []
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)
+        pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        (launcher,) = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}
+        pids.append(launcher)
+        os.kill(parent.pid or 0, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, pids)), 20)
+    finally:
+        parent.kill()
+        parent.join()
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and no zombie, which nobody may collect here."""
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().split()[2] != "Z"
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_stage_that_fails_is_named(

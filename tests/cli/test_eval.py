@@ -116,6 +116,7 @@ def test_the_same_command_counts_the_same_rounds(place: Path, tmp_path: Path) ->
         ({"target": "nowhere"}, "nowhere: no folder with a config.json"),
         ({"target": ""}, "--target: missing"),
         ({"draft": ""}, "--draft: missing"),
+        ({"target": "nowhere", "draft": ""}, "nowhere: no folder with a config.json"),
         ({"draft": "nowhere"}, "nowhere/config.json: no such file"),
         ({"tasks": "gsm9k"}, "task gsm9k: not known"),
         ({"tasks": "gone.jsonl"}, "gone.jsonl: no such file"),

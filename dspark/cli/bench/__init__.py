@@ -24,7 +24,7 @@ from dspark.verifier import Precision, Shard, Verifier, load_mtp, load_weights, 
 from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, draft_weights, random_draft
 from dspark.verifier.plan import free_bytes
 from dspark.verifier.ranks import ALONE, Ranks, start
-from dspark.verifier.timing import Clock, read_bandwidth, slack_tokens
+from dspark.verifier.timing import Clock, read_bandwidth, read_trace, slack_tokens
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEVICE, DTYPE, SEED = "cuda", torch.bfloat16, 0
@@ -49,6 +49,7 @@ class Job:
     windows: tuple[int, ...]
     context: int
     draft: str
+    routing: str
     json: Path | None
     precision: Precision
 
@@ -60,6 +61,9 @@ def verify(
     emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
     tokens: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "9",
     context: Annotated[int, typer.Option(min=0, max=10**7, help="Committed tokens before the window.")] = 8192,
+    routing: Annotated[
+        str, typer.Option(help="uniform, or a safetensors trace of a text: expert_ids [tokens, MoE layers, picks].")
+    ] = "uniform",
     draft: Annotated[
         str,
         typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN)."),
@@ -89,9 +93,11 @@ def verify(
     folder = locate_target(weights) if weights != "random" else _config_folder(target)
     if weights != "random" and load_target_config(folder) != load_target_config(_config_folder(target)):
         raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
+    if routing != "uniform":
+        read_trace(Path(routing), load_target_config(folder), max(windows))
     if not torch.cuda.is_available():
         raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
-    job = Job(target, weights, folder, emulate_tp, windows, context, draft, json, precision)
+    job = Job(target, weights, folder, emulate_tp, windows, context, draft, routing, json, precision)
     if tp > 1:
         start(partial(run, job=job), tp, DEVICE)
     else:
@@ -110,11 +116,13 @@ def run(ranks: Ranks, job: Job) -> None:
         label = f"{ranks.world_size} ranks with communication, seen by the first"
     if wide := sorted(job.precision.float32):
         label += f"; {' and '.join(wide)} in float32"
-    console.print(f"{job.target}, {job.weights} weights, {label}; {plan.total_bytes / 1e9:.1f} GB")
+    routing = "its own" if job.routing == "uniform" and job.weights != "random" else job.routing
+    console.print(f"{job.target}, {job.weights} weights, routing: {routing}, {label}; {plan.total_bytes / 1e9:.1f} GB")
     plan.check(free_bytes(device), torch.cuda.get_device_name(device))
     report: dict[str, Any] = {
         "target": job.target,
         "weights": job.weights,
+        "routing": routing,
         "label": label,
         "float32": wide,
         "context": job.context,
@@ -137,7 +145,8 @@ def run(ranks: Ranks, job: Job) -> None:
     else:
         weights = load_weights(job.folder, shard, job.precision, DEVICE)
     verifier = Verifier(weights, capacity_tokens, draft_taps or taps, ranks=ranks)
-    rows = Rows(verifier, clock, bandwidth, job.context, console)
+    trace_NLK = None if job.routing == "uniform" else read_trace(Path(job.routing), config, max(job.windows))
+    rows = Rows(verifier, clock, bandwidth, job.context, console, trace_NLK)
     for num_tokens in job.windows:
         found: dict[str, Any] = {"tokens": num_tokens}
         report["windows"].append(found)

@@ -10,7 +10,7 @@ from rich.console import Console
 from dspark.verifier import Step, Verifier
 from dspark.verifier.calls import Call
 from dspark.verifier.drafting import Cycle, Drafter, time_parts
-from dspark.verifier.timing import Clock, distinct_experts, fill, record_step, time_stages, time_step
+from dspark.verifier.timing import Clock, distinct_experts, fill, record_step, replay, time_stages, time_step
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,15 @@ class Rows:
     bandwidth: float
     context: int
     console: Console
+    trace_NLK: torch.Tensor | None = None
 
     def measure(self, num_tokens: int, found: dict[str, Any], save: Callable[[], None]) -> None:
         """One window length, with plain and chained launches: the step, then its stages."""
         verifier, clock, context = self.verifier, self.clock, self.context
         self.console.rule(f"T = {num_tokens}, context {context}", align="left")
+        if self.trace_NLK is not None:
+            found["trace"] = replay(verifier, self.trace_NLK, num_tokens)
+            self.console.print(f"experts a layer (shared one included) over the trace's windows: {found['trace']}")
         hidden_TD = []
         for kind in ("plain", "chained"):
             verifier.is_chained = kind == "chained"

@@ -5,9 +5,9 @@ import torch
 from dspark.kernels import MAX_TOKENS
 from dspark.kernels.checks import expect
 from dspark.kernels.router import reference
-from dspark.kernels.router.reference import Dispatch, Law, dense_dispatch, route
+from dspark.kernels.router.reference import Dispatch, Law, dense_dispatch, list_pairs, route
 
-__all__ = ["Dispatch", "Law", "choose", "dense_dispatch", "dispatch", "route"]
+__all__ = ["Dispatch", "Law", "choose", "dense_dispatch", "dispatch", "list_pairs", "route"]
 
 
 def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,13 +61,17 @@ def dispatch(x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, la
     Weights are float32, or float64 for float64.
     """
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    ids_TJ, weights_TJ = choose(functional.linear(x_TD.to(wide), gate_XD.to(wide)), bias_X, law)
+    return list_pairs(*choose(functional.linear(x_TD.to(wide), gate_XD.to(wide)), bias_X, law), len(gate_XD))
+
+
+def list_pairs(ids_TJ: torch.Tensor, weights_TJ: torch.Tensor, num_experts: int) -> Dispatch:
+    """What ``choose`` chose, sorted by expert."""
     sorted_M, order_M = ids_TJ.flatten().sort(stable=True)
     is_first_M = functional.pad(sorted_M[1:] != sorted_M[:-1], (1, 0), value=True)
-    slot_M, places_M = is_first_M.cumsum(0) - 1, torch.arange(sorted_M.shape[0], device=x_TD.device)
-    num_slots = min(len(gate_XD), len(x_TD) * law[2]) + 1
-    experts_P = torch.full((num_slots,), -1, dtype=torch.int32, device=x_TD.device)
-    pairs_PN = torch.full((num_slots, MAX_TOKENS), -1, dtype=torch.int32, device=x_TD.device)
+    slot_M, places_M = is_first_M.cumsum(0) - 1, torch.arange(sorted_M.shape[0], device=ids_TJ.device)
+    num_slots = min(num_experts, len(ids_TJ) * (ids_TJ.shape[1] - 1)) + 1
+    experts_P = torch.full((num_slots,), -1, dtype=torch.int32, device=ids_TJ.device)
+    pairs_PN = torch.full((num_slots, MAX_TOKENS), -1, dtype=torch.int32, device=ids_TJ.device)
     experts_P[slot_M] = sorted_M
     pairs_PN[slot_M, places_M - places_M[is_first_M][slot_M]] = order_M.int()
     return Dispatch(weights_TJ, experts_P, pairs_PN, slot_M[-1:].int() + 1)
