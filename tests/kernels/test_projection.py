@@ -117,7 +117,7 @@ def project_prepared(inputs: list[torch.Tensor], counters: torch.Tensor, **optio
 def check_prepared(
     tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, tile: Tile | None = None
 ) -> None:
-    """The raw values are those of ``project`` (of the ring, as good ones); the prepared ones are right for them, to float32's rounding."""
+    """The raw values are those of ``project`` (or the ring's, as good); the prepared ones are right for them."""
     inputs = prepared_inputs(tokens, *shape, dtype, device)
     counters = zeros(len(inputs[1]), device)
     y_TC, prepared_TC = project_prepared(inputs, counters, tile=tile)

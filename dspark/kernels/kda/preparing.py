@@ -27,7 +27,7 @@ def load_parameters(history, conv, a_log, dt_bias, rows, w, H: tl.constexpr, E: 
 @triton.jit
 def prepare(y, taps, old, rate, bias, lower_bound, rows, w, H: tl.constexpr, E: tl.constexpr, J: tl.constexpr):
     """float32 [rows, 16] from the rounded projection y, in float32."""
-    place = tl.broadcast_to(w, y.shape)
+    place, sum_ = tl.broadcast_to(w, y.shape), y  # of which the first tap makes a product
     for j in tl.static_range(J):  # input j of a token is row token + j of the history followed by y
         row = place + j
         before, after = tl.gather(old, tl.minimum(row, 15), 1), tl.gather(y, tl.maximum(row - (J - 1), 0), 1)

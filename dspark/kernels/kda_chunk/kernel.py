@@ -25,7 +25,7 @@ EPS = tl.constexpr(1e-6)
 BLOCK = tl.constexpr(16)
 Q, K, V, G = (tl.constexpr(plane) for plane in range(4))
 MIX_WARPS, PREPARE_WARPS, PREPARE_PART = 8, 4, 32
-SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 16
+SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 4, 16
 
 
 @triton.jit

@@ -23,7 +23,8 @@ from dspark.kernels.mla.reference import BLOCK_ROWS
 COLUMNS, AHEAD = 32, 64
 """Of ``absorb``: 128 programs at 8 heads of a 512-wide latent, of which each asks for that many rows for ``attend``."""
 
-FINISH_WARPS = 16
+FINISH_WARPS = 8
+"""Two programs of ``finish`` a multiprocessor: 144 of them, at 16 heads, run at once."""
 
 
 def attend_tiles(dtype: torch.dtype, num_steps: int) -> tuple[int, int, int]:

@@ -163,7 +163,8 @@ def _finish(
     tl.store(y + at, rounded, mask=mask)
     if J > 0:
         taps, old, rate, bias = parameters
-        values = prepare(rounded.to(tl.float32), taps, old, rate, bias, lower_bound, rows, tl.arange(0, 16)[None, :], H, E, J)
+        token = tl.arange(0, 16)[None, :]
+        values = prepare(rounded.to(tl.float32), taps, old, rate, bias, lower_bound, rows, token, H, E, J)
         tl.store(prepared + at, values, mask=mask)
 
 

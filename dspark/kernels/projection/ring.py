@@ -89,7 +89,7 @@ def _share(sums):
 
 
 @gluon.jit
-def _ask(rings, stage, weight, firsts, at, C: gl.constexpr, D: gl.constexpr, PIECES: gl.constexpr, SLICES: gl.constexpr):
+def _ask(rings, stage, weight, firsts, at, C, D: gl.constexpr, PIECES: gl.constexpr, SLICES: gl.constexpr):
     """Have one step's columns, from ``at`` on, of a program's rows copied."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [SLICES, 1, 1], [2, 1, 0])
     piece = gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
@@ -201,8 +201,8 @@ def shape(num_rows: int, num_columns: int) -> dict[str, Any]:
 
 def fits(x_TD: torch.Tensor, weight_CD: torch.Tensor) -> bool:
     """Whether this way is there for a weight, and the better one: two bytes a number, 33 to 80 rows a program."""
-    (num_rows, num_columns), rows = weight_CD.shape, triton.cdiv(len(weight_CD), MULTIPROCESSORS)
-    is_whole = num_columns % (WARPS * WIDE.value) == 0 and weight_CD.is_contiguous() and x_TD.stride(0) % 8 == 0
+    rows = triton.cdiv(len(weight_CD), MULTIPROCESSORS)
+    is_whole = weight_CD.shape[1] % (WARPS * WIDE.value) == 0 and weight_CD.is_contiguous() and x_TD.stride(0) % 8 == 0
     is_aligned = x_TD.data_ptr() % 16 == 0 and weight_CD.data_ptr() % 16 == 0
     is_sized = 32 < rows <= 80 and weight_CD.dtype == torch.bfloat16
     return is_whole and is_aligned and is_sized and not launch.is_interpreted()

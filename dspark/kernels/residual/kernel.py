@@ -2,14 +2,15 @@
 
 A row of 2560 numbers is 320 threads of eight; the tile is the next power of two, and 16 warps give each thread one
 16-byte load a part. The norm's weight is read before the wait. ``maxnreg`` gives the assembler all registers: left to
-itself it takes 40 and issues nine parts' loads in four rounds, each as long as the whole sum (seen in the SASS).
+itself it takes 40 and issues nine parts' loads in four rounds, each as long as the whole sum (seen in the SASS). Of
+more rows than a window's, three programs a multiprocessor do more than one with all loads in flight.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from dspark.kernels import launch
+from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.launch import signal, wait
 
 
@@ -93,8 +94,8 @@ def add_norm(
     add_norm_kernel[(num_tokens,)](
         parts_TKD, norm_weight_D if weights_TK is None else weights_TK, residual_TD, norm_weight_D, new_residual_TD,
         normed_TD, eps, WIDTH=width, PARTS=num_parts, HAS_WEIGHTS=weights_TK is not None,
-        BLOCK=triton.next_power_of_2(width), num_warps=num_warps, maxnreg=registers_for(num_warps),
-        **launch.options(is_chained),
+        BLOCK=triton.next_power_of_2(width), num_warps=num_warps, **launch.options(is_chained),
+        **({"maxnreg": registers_for(num_warps)} if num_tokens <= MAX_TOKENS else {}),
     )  # fmt: skip
     return new_residual_TD, normed_TD
 
