@@ -145,7 +145,7 @@ def measure_on_cpus(ranks: Ranks, path: Path, routing: str) -> None:
     bench.read_bandwidth = lambda clock, free_bytes: 1e12
     torch.cuda.get_device_name = lambda device: "a GPU"  # type: ignore[assignment]
     sizes, precision = (1, (1, 3), 100), Precision(torch.bfloat16)
-    job = bench.Job("ling-3.0-nano", str(NANO_FOLDER), NANO_FOLDER, *sizes, "mtp", routing, path, precision)
+    job = bench.Job("ling-3.0-nano", str(NANO_FOLDER), NANO_FOLDER, *sizes, "mtp", routing, 0, path, precision)
     bench.run(ranks, job)
 
 

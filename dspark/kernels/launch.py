@@ -58,7 +58,7 @@ def keep_shared_memory() -> None:
     """
     driver = ctypes.CDLL("libcuda.so.1")
 
-    def prefer(module: int, function: int, name: str, metadata: Any, key: str) -> None:
+    def prefer(module: object, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
         if name == "commit_kernel":
             return
         error = driver.cuFuncSetAttribute(ctypes.c_void_p(function), 9, 100)

@@ -50,6 +50,7 @@ class Job:
     context: int
     draft: str
     routing: str
+    prefill: int
     json: Path | None
     precision: Precision
 
@@ -69,6 +70,7 @@ def verify(
         typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN)."),
     ] = "",
     float32: Annotated[str, typer.Option(help="What is float32 and not bfloat16: router, head or router,head.")] = "",
+    prefill: Annotated[int, typer.Option(min=0, help="Also time a prefill of so many tokens.")] = 0,
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
     ] = None,
@@ -97,7 +99,7 @@ def verify(
         read_trace(Path(routing), load_target_config(folder), max(windows))
     if not torch.cuda.is_available():
         raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
-    job = Job(target, weights, folder, emulate_tp, windows, context, draft, routing, json, precision)
+    job = Job(target, weights, folder, emulate_tp, windows, context, draft, routing, prefill, json, precision)
     if tp > 1:
         start(partial(run, job=job), tp, DEVICE)
     else:
@@ -153,6 +155,9 @@ def run(ranks: Ranks, job: Job) -> None:
         rows.measure(num_tokens, found, save)
         if drafter_of is not None and num_tokens > 1:
             rows.measure_cycles(drafter_of(verifier, num_tokens - 1), found, save)
+    if job.prefill:
+        report["prefill"] = rows.measure_prefill(job.prefill)
+        save()
 
 
 def _drafters(

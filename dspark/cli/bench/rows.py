@@ -10,7 +10,18 @@ from rich.console import Console
 from dspark.verifier import Step, Verifier
 from dspark.verifier.calls import Call
 from dspark.verifier.drafting import Cycle, Drafter, time_parts
-from dspark.verifier.timing import Clock, distinct_experts, fill, record_step, replay, time_stages, time_step
+from dspark.verifier.timing import (
+    Clock,
+    distinct_experts,
+    fill,
+    matmul_flops,
+    product_flops,
+    record_step,
+    replay,
+    time_prefill,
+    time_stages,
+    time_step,
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,20 @@ class Rows:
             names = {"Draft", "Context", "Update", "Accept", "Arg-max", "Head", "Result", "Start", "Next"}
             stages = {k: calls for k, calls in record_step(cycle)[0].items() if k.split()[0] in names}
             self._stages(stages, this, save)
+
+    def measure_prefill(self, num_tokens: int) -> dict[str, float]:
+        """Reading so many tokens, as one sequence and as eight."""
+        peak, flops = matmul_flops(self.clock.device), num_tokens * product_flops(self.verifier.weights)
+        found = {"tokens": num_tokens, "matmul_flops_per_second": peak, "product_flops": flops}
+        for num_sequences in sorted({1, min(8, num_tokens)}):
+            seconds = time_prefill(self.verifier, num_tokens, num_sequences)
+            found[f"seconds_{num_sequences}"] = seconds
+            self.console.print(
+                f"prefill of {num_tokens} tokens as {num_sequences}: {seconds * 1e3:.1f} ms, "
+                f"{num_tokens / seconds:.0f} tokens/s, {flops / seconds / 1e12:.0f} TFLOP/s of products with weights: "
+                f"{flops / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s, measured"
+            )
+        return found
 
     def _stages(self, stages: dict[str, list[Call]], this: dict[str, Any], save: Callable[[], None]) -> None:
         for stage in time_stages(self.verifier, stages, self.clock, self.context):

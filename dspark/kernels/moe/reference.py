@@ -10,9 +10,7 @@ from dspark.kernels.router import Dispatch
 
 def sort_by_expert(ids_NK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The N*K picks in the order of their experts, and where each expert's picks end in that order (int32 [X])."""
-    sorted_M, order_M = (
-        ids_NK.flatten().to(torch.int16).sort(stable=True)
-    )  # a GPU sorts bit by bit: the fewer, the sooner
+    sorted_M, order_M = ids_NK.flatten().to(torch.int16).sort(stable=True)  # a GPU sorts bit by bit
     experts_X = torch.arange(num_experts, device=ids_NK.device, dtype=torch.int16)
     return order_M, torch.searchsorted(sorted_M, experts_X, right=True, out_int32=True)
 
