@@ -134,7 +134,8 @@ def greedy(
     num_tokens, (vocab_size, width), device = hidden_TD.shape[0], head_VD.shape, hidden_TD.device
     tile = tile or tile_for(head_VD.element_size())
     num_tiles = triton.cdiv(vocab_size, tile.rows)
-    programs = min(tile.programs or num_tiles, num_tiles)
+    rounds = triton.cdiv(num_tiles, tile.programs or num_tiles)
+    programs = triton.cdiv(num_tiles, rounds)  # as even as whole tiles allow
     num_chunks, chunk = chunks(head_VD, tile.rows, tile.num_warps, width) if tile.is_prefetched else (0, 0)
     best_T = torch.empty(num_tokens, dtype=torch.float32, device=device)
     ids_T = torch.empty(num_tokens, dtype=torch.int64, device=device)
