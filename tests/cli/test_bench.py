@@ -42,6 +42,13 @@ def test_other_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "numbers in 1..16" in str(error)
 
 
+def test_windows_longer_than_the_draft_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("a GPU was looked for"))
+    error = run("--target", "ling-3.0-flash", "--tokens", "9,16", "--draft", "dspark")
+    assert isinstance(error, ConfigError)
+    assert "are 9 at most" in str(error)
+
+
 def test_what_cannot_be_float32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("a GPU was looked for"))
     for names in ("experts", "router,embedding", "router,", "Head"):

@@ -90,8 +90,8 @@ def verify(
     windows = _windows(tokens)
     if draft and max(windows) == 1:
         raise ConfigError("--draft: a window of one token has no draft in it; give --tokens of 2 or more")
-    if draft == "dspark" and max(windows) > (block_size := load_run(_run_file(target)).draft.block_size) + 1:
-        raise ConfigError(f"--tokens: a draft of {target} has {block_size} tokens; with --draft at most {block_size + 1}")
+    if draft == "dspark" and max(windows) > (most := load_run(_run_file(target)).draft.block_size + 1):
+        raise ConfigError(f"--tokens: a draft of {target} and the token before it are {most} at most, got {tokens!r}")
     folder = locate_target(weights) if weights != "random" else _config_folder(target)
     if weights != "random" and load_target_config(folder) != load_target_config(_config_folder(target)):
         raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
