@@ -39,7 +39,9 @@ def check_greedy(hidden_TD: torch.Tensor, head_VD: torch.Tensor, tile: Tile | No
     logits_TV = hidden_TD.double() @ head_VD.double().T
     truth_T, rows_T = logits_TV.max(1)
     errors = [best.double() - truth_T for best in (best_T, reference.greedy(hidden_TD, head_VD, 0)[0])]
-    assert errors[0].norm() <= 1.25 * errors[1].norm() + 1e-7 * truth_T.norm()
+    # a GPU's tensor cores cut their sums off, and in float32 its chains of multiply-adds are longer than torch's
+    slack = 1e-7 if launch.is_interpreted() else 1e-6 if head_VD.dtype == torch.float32 else 1e-5
+    assert errors[0].norm() <= 1.25 * errors[1].norm() + slack * truth_T.norm()
     error = 3e-6 * hidden_TD.double().norm(dim=1) * head_VD.double().norm(dim=1).max()
     assert all((found_T.abs() <= error).all() for found_T in errors)
     chosen_T = logits_TV.gather(1, ids_T[:, None] - 1000)[:, 0]

@@ -41,7 +41,8 @@ def is_close(y: torch.Tensor, torch_y: torch.Tensor, truth: torch.Tensor, dtype:
     factor = 2.5 if launch.is_interpreted() and dtype == torch.bfloat16 else 1.25
     assert y.shape == truth.shape
     error, torch_error = ((a.double() - truth).square().mean().sqrt() for a in (y, torch_y))
-    assert error <= factor * torch_error + 1e-7 * truth.square().mean().sqrt(), (error, torch_error)
+    slack = 1e-7 if launch.is_interpreted() else 1e-6  # a GPU's float32 chains are longer than torch's
+    assert error <= factor * torch_error + slack * truth.square().mean().sqrt(), (error, torch_error)
     assert (y.double() - truth).abs().max() <= CEILING[dtype] * truth.abs().max()
     assert truth.abs().max() > 0.1
 

@@ -34,8 +34,10 @@ def lay_out(lengths: Sequence[int], device: torch.device, chunk_tokens: int = CH
             rows.append((first + place, min(chunk_tokens, length - place), sequence, place))
         first += length
         ends.append(len(rows))
-    chunks_M4, ends_B = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, ends))
-    return Chunks(tuple(lengths), chunk_tokens, chunks_M4, ends_B)
+    tables = [torch.tensor(x, dtype=torch.int32) for x in (rows, ends)]
+    if device.type == "cuda":  # from pinned memory a copy waits for nothing
+        tables = [table.pin_memory().to(device, non_blocking=True) for table in tables]
+    return Chunks(tuple(lengths), chunk_tokens, *tables)
 
 
 def read(

@@ -51,7 +51,7 @@ def read_packed(
     angles = rotary_angles(positions_N, config.qk_rope_head_dim, config.rope_theta, wide)
     rows = Rows(chunks, angles, start, config)
     dtype = wide if ranks.world_size > 1 else weights.dtype  # of partial sums, rounded once they are whole
-    residual_ND = weights.embedding_VD[torch.cat(list(ids)).to(device)]
+    residual_ND = weights.embedding_VD[_onto(device, torch.cat(list(ids)))]
     norms = [layer.input_norm_D for layer in weights.layers[1:]] + [weights.norm_D]
     taps: dict[int, torch.Tensor] = {}
     first_D, eps = weights.layers[0].input_norm_D, config.rms_norm_eps
@@ -76,6 +76,13 @@ def read_packed(
         buffers.length_1.fill_(start + lengths[0])
     chosen = [taps[layer] for layer in target_layer_ids]
     return TargetOutput(torch.stack(chosen, 1) if chosen else x_ND.new_empty(len(x_ND), 0, x_ND.shape[1]), x_ND)
+
+
+def _onto(device: torch.device, ids_N: torch.Tensor) -> torch.Tensor:
+    """From pinned memory, where a copy waits for nothing."""
+    if device.type == "cuda" and not ids_N.is_cuda:
+        ids_N = ids_N.pin_memory()
+    return ids_N.to(device, non_blocking=True)
 
 
 def _linear_memory(

@@ -1,7 +1,6 @@
 """How fast whole sequences are read, against the fastest matrix product of the device."""
 
 from collections.abc import Callable
-from statistics import median
 
 import torch
 
@@ -45,14 +44,13 @@ def time_prefill(verifier: Verifier, num_tokens: int, num_sequences: int) -> flo
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """Median of some runs, the host's part included."""
-    function()
-    times: list[float] = []
-    for _ in range(RUNS):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
+    """Mean of some runs, enqueued one behind the other as a recording's are."""
+    for _ in range(2):
         function()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after) / 1e3)
-    return median(times)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before.record()
+    for _ in range(RUNS):
+        function()
+    after.record()
+    torch.cuda.synchronize()
+    return float(before.elapsed_time(after)) / RUNS / 1e3
