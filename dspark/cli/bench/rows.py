@@ -62,6 +62,7 @@ class Rows:
             )
             save()
             self._stages(stages, this, save)
+            this["moe_pair_microseconds"] = self._time_pairs(stages)
         found["is_chained_equal"] = torch.equal(*hidden_TD)
         self.console.print(f"with and without chained launches bit-equal: {found['is_chained_equal']}")
         save()
@@ -102,6 +103,17 @@ class Rows:
                 f"{flops / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s, measured"
             )
         return found
+
+    def _time_pairs(self, stages: dict[str, list[Call]]) -> float | None:
+        """Microseconds of an expert product up and its product down, all layers' in turn, as a step runs them."""
+        pairs = zip(stages.get("MoE up", ()), stages.get("MoE down", ()), strict=True)
+        calls = {"MoE up, down": [call for pair in pairs for call in pair]}
+        if not calls["MoE up, down"]:
+            return None
+        (stage,) = time_stages(self.verifier, calls, self.clock, self.context)
+        share = stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth
+        self.console.print(f"MoE up and down in turn: {2 * stage.microseconds:.1f} us a pair, {share:.1%}")
+        return 2 * stage.microseconds
 
     def _stages(self, stages: dict[str, list[Call]], this: dict[str, Any], save: Callable[[], None]) -> None:
         for stage in time_stages(self.verifier, stages, self.clock, self.context):
