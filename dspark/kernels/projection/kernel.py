@@ -55,7 +55,7 @@ def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int
     held = max(128, triton.next_power_of_2(num_columns))
     if held <= 1024:  # no pipeline: all weights of a program are on the chip before the wait
         return Tile(16, held, 4, 1, held, 4, 2)
-    # small programs start and end smoothly: 32 KB in flight in each of the 321 of KDA's in-projection, two or three a
+    # small programs start and end smoothly: 32 KB in flight in each where there are hundreds, two or three a
     # multiprocessor; 24 KB where there are fewer programs, whose rows are on their way to L2 before the wait
     rows, columns, slices, stages = (16, 256, 2, 5) if num_rows > 132 * 32 else (16, 256, 4, 4)
     splits = 1
