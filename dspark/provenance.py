@@ -16,11 +16,11 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", 
 
 
 def describe_launch(command: Sequence[str]) -> dict[str, Any]:
-    """Facts of this process: time, ``command`` as the user typed it, commit, versions, hardware."""
+    """Facts of this process: time, ``command`` (absolute paths without their folders), commit, versions, hardware."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join([Path(command[0]).name, *command[1:]]),
+        "command": " ".join(Path(word).name if Path(word).is_absolute() else word for word in command),
         "commit": commit(),
         "versions": versions(),
         "hardware": {

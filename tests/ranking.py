@@ -16,6 +16,7 @@ from dspark.target.loading import NANO_FOLDER
 from dspark.verifier import Precision, Step, Verifier
 from dspark.verifier.ranks import Ranks
 from dspark.verifier.ranks.launch import run
+from dspark.verifier.timing import prefill
 
 WINDOW = 4
 LAYERS = (3, 0)
@@ -141,11 +142,12 @@ class TenMicroseconds:
 
 def measure_on_cpus(ranks: Ranks, path: Path, routing: str) -> None:
     """``dspark bench verify --tp N`` from where its processes have started, without GPUs."""
+    prefill.SIDE = 8
     bench.DEVICE, bench.Clock = "cpu", TenMicroseconds  # type: ignore[assignment,misc]
     bench.read_bandwidth = lambda clock, free_bytes: 1e12
     torch.cuda.get_device_name = lambda device: "a GPU"  # type: ignore[assignment]
     sizes, precision = (1, (1, 3), 100), Precision(torch.bfloat16)
-    job = bench.Job("ling-3.0-nano", str(NANO_FOLDER), NANO_FOLDER, *sizes, "mtp", routing, 0, path, precision)
+    job = bench.Job("ling-3.0-nano", str(NANO_FOLDER), NANO_FOLDER, *sizes, "mtp", routing, 40, path, precision)
     bench.run(ranks, job)
 
 

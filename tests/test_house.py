@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +58,12 @@ def test_a_room_imports_only_rooms_below_it() -> None:
                 if other not in ARROWS[room] | GROUND | {room}:
                     wrong.append(f"{path.relative_to(ROOT)}: {room} imports {name}")
     assert not wrong, wrong
+
+
+def test_the_commands_load_where_triton_is_missing() -> None:
+    program = "import sys; sys.modules['triton'] = None; import dspark.cli.main, dspark.verifier"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", SOURCES + DOORS, ids=lambda path: str(path.relative_to(ROOT)))

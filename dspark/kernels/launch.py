@@ -3,7 +3,9 @@
 With programmatic dependent launch (PDL) a kernel may start while its predecessor still runs. ``wait`` returns when the
 predecessor has finished and its writes are seen; every kernel of a chain calls it, before its first read of an
 activation and its first write to memory, also one that reads nothing of its predecessor: otherwise the work of the
-kernel two back is not ordered. Weights may be read before. ``signal`` lets the successor be scheduled.
+kernel two back is not ordered. Weights may be read before. ``signal`` lets the successor be scheduled. Some signal
+before they wait: what a kernel reads before its wait must be older than every kernel back to the last one that waited
+before it signalled (a step's first, ``embed_norm``, does).
 Source: CUDA programming guide, programmatic dependent launch; specs/verifier-kernels.md section 3.
 """
 
@@ -48,7 +50,7 @@ def prefetch_lines(  # type: ignore[no-untyped-def]
 
 @cache
 def keep_shared_memory() -> None:
-    """Have every kernel loaded from now on ask for a multiprocessor's largest share of shared memory.
+    """Have every Triton kernel loaded from now on, also others', ask for a multiprocessor's most shared memory.
 
     The commit of linear attention is left alone: its states reach registers through the cache that is left.
 

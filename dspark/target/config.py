@@ -60,7 +60,8 @@ class TargetConfig(BaseModel):
     first_k_dense_replace: NonNegativeInt
     moe_intermediate_size: PositiveInt
     moe_shared_expert_intermediate_size: PositiveInt
-    num_experts: Annotated[int, Field(ge=1, le=100_000)]
+    num_experts: Annotated[int, Field(ge=1, le=32_766)]
+    """Picks are sorted by numbers of 16 bits, in which the shared expert comes last."""
     num_experts_per_tok: PositiveInt
     num_shared_experts: PositiveInt
     n_group: PositiveInt

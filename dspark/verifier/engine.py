@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from dspark.errors import ConfigError
-from dspark.kernels import MAX_TOKENS, kda, launch, projection, router
+from dspark.kernels import MAX_TOKENS, kda, projection, router
 from dspark.target.config import load_target_config
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
@@ -55,7 +55,9 @@ class Verifier:
             raise ValueError(f"rank {ranks.rank} of {ranks.world_size} was given the weights of {weights.shard}")
         check_taps(target_layer_ids, weights.config.num_hidden_layers)
         if weights.device.type == "cuda":
-            launch.keep_shared_memory()
+            from dspark.kernels.launch import keep_shared_memory  # Triton, which a CPU may lack
+
+            keep_shared_memory()
         self.weights, self.config, self.is_chained = weights, weights.config, is_chained
         self.target_layer_ids, self.ranks = target_layer_ids, ranks
         self.buffers = allocate_buffers(weights.config, weights.shard, capacity_tokens, weights.dtype, weights.device)
@@ -233,9 +235,10 @@ class Verifier:
 def _check_device(device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("the verifier was asked onto a GPU, and torch finds none on this machine; use device cpu")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) not in {(9, 0), (10, 0), (10, 3)}:
         raise ConfigError(
-            f"the verifier's kernels need compute capability 9.0, found {torch.cuda.get_device_name(device)}"
+            "the verifier's kernels need compute capability 9.0 or 10.0 and its shared memory, found "
+            f"{torch.cuda.get_device_name(device)}"
         )
 
 

@@ -63,6 +63,13 @@ class Precision:
 
 
 Dtypes = torch.dtype | Precision
+
+
+def precision_of(dtype: Dtypes) -> Precision:
+    """A dtype alone is that of everything."""
+    return dtype if isinstance(dtype, Precision) else Precision(dtype)
+
+
 """One dtype is the working one, of gates and head too."""
 
 
@@ -176,7 +183,7 @@ def allocate(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.de
     Raises: ConfigError as ``Shard.check``.
     """
     shard.check(config)
-    precision = dtype if isinstance(dtype, Precision) else Precision(dtype)
+    precision = precision_of(dtype)
     factory: dict[str, Any] = {"dtype": precision.working, "device": device}
     width, gate = config.hidden_size, precision.of("router")
     linear_layers = [layer for layer in range(config.num_hidden_layers) if not config.is_latent(layer)]
@@ -196,7 +203,7 @@ def allocate_mtp(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torc
     shard.check(config)
     if not config.num_nextn_predict_layers:
         raise ConfigError("this target has no prediction layer (num_nextn_predict_layers is 0), so it cannot draft")
-    precision = dtype if isinstance(dtype, Precision) else Precision(dtype)
+    precision = precision_of(dtype)
     factory: dict[str, Any] = {"dtype": precision.working, "device": device}
     width = config.hidden_size
     return MtpWeights(

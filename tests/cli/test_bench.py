@@ -127,13 +127,19 @@ def test_every_stage_of_a_step_is_written(
     monkeypatch.setattr("dspark.cli.bench.DEVICE", "cpu")
     monkeypatch.setattr("dspark.cli.bench.Clock", TenMicroseconds)
     monkeypatch.setattr("dspark.cli.bench.read_bandwidth", lambda clock, free_bytes: 1e12)
-    for window in bench(tmp_path / "new" / "out.json", *arguments)["windows"]:
+    monkeypatch.setattr("dspark.verifier.timing.prefill.SIDE", 8)
+    report = bench(tmp_path / "new" / "out.json", *arguments, "--prefill", "40")
+    assert report["prefill"]["tokens"] == 40
+    assert report["prefill"]["microseconds_1"] == report["prefill"]["microseconds_8"] == 10.0
+    assert report["prefill"]["matmul_flops_per_second"] == pytest.approx(2 * 8**3 / 10e-6)
+    for window in report["windows"]:
         assert "trace" not in window
         for kind in ("plain", "chained"):
             found, stages = window[kind], {stage["name"]: stage for stage in window[kind]["stages"]}
             assert len(found["distinct_experts"]) == 7
             assert {"KDA verify", "MLA attention", "MoE up", "Head and arg-max", "KDA commit"} <= stages.keys()
             assert stages["KDA in-projection"]["num_calls"] == 6
+            assert found["moe_pair_microseconds"] == pytest.approx(2 * 10.0 / (2 * stages["MoE up"]["num_calls"]))
             assert found["num_bytes"] == sum(s["num_bytes"] * s["num_calls"] for s in stages.values())
             assert found["floor_microseconds"] == pytest.approx(found["num_bytes"] / 1e6)
         cycles = [window[key] for key in window if key.startswith("cycle")]

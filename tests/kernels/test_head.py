@@ -213,7 +213,8 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
     scalars = dict.fromkeys(("first_id", "num_tokens", "hidden_stride", "head_stride"), "i32")
 
     def greedy(tile: Tile, dot: str) -> dict[str, object]:
-        cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEPS": 2560 // tile.columns, "PROGRAMS": tile.programs}
+        programs = kernel.num_programs(39296, tile)
+        cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEPS": 2560 // tile.columns, "PROGRAMS": programs}
         cut |= {"NUM_CHUNKS": 2 * tile.is_prefetched, "CHUNK": 1280, "POLICY": "evict_first", "IS_WHOLE": True}
         cut |= {"MERGE": kernel.MERGE, "DOT": dot, "IS_CHAINED": True, "num_stages": tile.num_stages}
         return {"V": 39296, "D": 2560, **cut}

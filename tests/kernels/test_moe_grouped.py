@@ -44,7 +44,9 @@ def check(inputs: list[torch.Tensor], block_rows: int, changes: dict[str, int]) 
     def distance(actual: torch.Tensor) -> float:
         return float((actual - truth_ND).norm() / truth_ND.norm())
 
-    assert distance(found_ND) <= min(max(1.1 * distance(torchs_ND), 1e-6), CEILING[x_ND.dtype])
+    assert distance(found_ND) <= min(
+        max(1.1 * distance(torchs_ND), 2e-6 if x_ND.is_cuda else 5e-7), CEILING[x_ND.dtype]
+    )
 
 
 @pytest.mark.parametrize(

@@ -130,13 +130,13 @@ def test_the_public_functions_refuse_what_does_not_fit(kernel_device: torch.devi
             wrong()
 
 
-def flash_quarter(is_up: bool, choice: dict[str, Any]) -> dict[str, Any]:
-    """A launch of flash's experts at a quarter, 9 tokens, bfloat16, as the compiler sees it."""
+def flash_part(is_up: bool, choice: dict[str, Any], inner: int = 192) -> dict[str, Any]:
+    """A launch of flash's experts at a quarter or half, 9 tokens, bfloat16, as the compiler sees it."""
     constexprs = {
         "PAIRS_A_ROW": 9 if is_up else 1,
         "HALVES": 2 if is_up else 1,
-        "R": 192 if is_up else 2560,
-        "K": 2560 if is_up else 192,
+        "R": inner if is_up else 2560,
+        "K": 2560 if is_up else inner,
         "N": 16,
         "PADDED": 16,
         "BLOCK_R": choice["block_rows"],
@@ -154,9 +154,10 @@ def flash_quarter(is_up: bool, choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_kernels_compile_for_sm90_without_spills_and_write_after_the_wait() -> None:
-    experts = [flash_quarter(True, kernel.UP), flash_quarter(False, kernel.DOWN)]
-    up, down = compile_sm90("dspark.kernels.moe.kernel", experts)
-    for one, asks in ((up, "prefetch.global"), (down, "ld.global")):
+    quarter = [flash_part(True, kernel.UP), flash_part(False, kernel.DOWN)]
+    half = [flash_part(True, kernel.UP, 384), flash_part(False, kernel.DOWN_HALF, 384)]
+    up, down, *halves = compile_sm90("dspark.kernels.moe.kernel", quarter + half)
+    for one, asks in ((up, "prefetch.global"), (down, "ld.global"), *((one, "prefetch.global") for one in halves)):
         assert one.spill_bytes == 0
         assert one.registers <= 168
         assert one.shared_bytes <= 227 * 1024
@@ -201,3 +202,17 @@ def test_gpu_check_of_the_experts_at_a_quarter_of_flash(
     alone = Experts(1, torch.bfloat16, step.device, 2560, 192, 64).on_device()[-1]
     assert torch.equal(kernel.up(x[:1], gate_up, alone, limits, **changes[0]), results[0][0][:9])
     assert torch.equal(kernel.down(act[:9], down, alone, **changes[1])[0], results[0][1][0])
+
+
+@needs_gpu
+@pytest.mark.parametrize("inner", [192, 384])
+def test_gpu_check_that_a_token_keeps_its_bits_in_windows_of_any_length(inner: int) -> None:
+    step = Experts(9, torch.bfloat16, torch.device("cuda"), 2560, inner, 64)
+    x, gate_up, down, limits, dispatch = step.on_device()
+    act_MI = kernel.up(x, gate_up, dispatch, limits)
+    whole_TJD = kernel.down(act_MI, down, dispatch)
+    for num_tokens in (1, 2, 4, 8):
+        few = Experts(num_tokens, torch.bfloat16, step.device, 2560, inner, 64).on_device()[-1]
+        found_MI = kernel.up(x[:num_tokens], gate_up, few, limits)
+        assert torch.equal(found_MI, act_MI[: len(found_MI)])
+        assert torch.equal(kernel.down(found_MI, down, few), whole_TJD[:num_tokens])

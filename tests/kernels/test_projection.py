@@ -124,7 +124,7 @@ def check_prepared(
     y_TC, prepared_TC = project_prepared(inputs, counters, tile=tile)
     assert not counters.any()
     plain_TC = kernel.project(*inputs[:2], counters, tile=tile)
-    if tile is None and ring.fits(*inputs[:2]):
+    if tile is None and not launch.is_interpreted() and ring.fits(*inputs[:2]):
         is_close(y_TC, plain_TC, inputs[0].double() @ inputs[1].double().T, dtype)
     else:
         assert torch.equal(y_TC, plain_TC)

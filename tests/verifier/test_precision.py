@@ -1,12 +1,15 @@
 """Router gates and head in float32 beside working weights in bfloat16: what they are, and that it brings no harm."""
 
+from itertools import product
+
 import pytest
 import torch
 from verifying import random_ids
 
 from dspark.errors import ConfigError
 from dspark.export import read_draft
-from dspark.target.config import load_target_config
+from dspark.kernels import router
+from dspark.target.config import TargetConfig, load_target_config
 from dspark.target.loading import NANO_FOLDER
 from dspark.verifier import (
     MtpWeights,
@@ -20,7 +23,7 @@ from dspark.verifier import (
     random_weights,
 )
 from dspark.verifier.drafting import BlockDrafter, Cycle, Drafter, MtpDrafter, draft_weights
-from dspark.verifier.weights import allocate, tensors_of
+from dspark.verifier.weights import RouterWeights, allocate, tensors_of
 
 BOTH = Precision(torch.bfloat16, frozenset({"router", "head"}))
 
@@ -47,26 +50,40 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def test_float32_router_and_head_bring_the_logits_no_further_from_the_truth(
+def test_float32_router_and_head_say_what_the_truth_says_of_the_same_rows(
     truth: VerifierWeights, kernel_device: torch.device
 ) -> None:
-    exact = rounded(truth, torch.float64, torch.device("cpu"))
+    """Of whole texts that could not be said: what bfloat16 leaves of the rows themselves outweighs it."""
     plain, wide = (rounded(truth, precision, kernel_device) for precision in (torch.bfloat16, BOTH))
-    ids_T = random_ids(exact.vocab_size, 45)
-    errors = []
-    for verifier in (plain, wide):
-        found, expected = [], []
-        for model, outputs in ((verifier, found), (exact, expected)):
-            cache, output = model.prefill([ids_T[:36]])
-            outputs += [model.logits(part.last_hidden_ND) for part in (output, model.verify(ids_T[None, 36:], cache))]
-        errors.append([error(*pair) for pair in zip(found, expected, strict=True)])
-        assert all(logits.dtype == torch.float32 for logits in found)
-    assert all(theirs <= ours for ours, theirs in zip(*errors, strict=True)), errors
-    hidden_TD = exact.prefill([ids_T])[1].last_hidden_ND.bfloat16()
-    expected_TV = exact.logits(hidden_TD.double())
-    head_errors = [error(verifier.logits(hidden_TD.to(kernel_device)), expected_TV) for verifier in (plain, wide)]
-    assert head_errors[0] > 1e-4
-    assert head_errors[1] < 1e-6
+    generator = torch.Generator().manual_seed(0)
+    x_NTD = torch.randn(16, 16, truth.config.hidden_size, generator=generator).bfloat16()
+    exact_TV = x_NTD[0].double() @ truth.head_VD.T
+    errors = [error(verifier.logits(x_NTD[0].to(kernel_device)), exact_TV) for verifier in (plain, wide)]
+    assert errors[1] < 1e-6 < 1e-3 < errors[0]
+    wrong = [0, 0]
+    routed = [number for number, layer in enumerate(truth.layers) if layer.router is not None]
+    for number, x_TD in product(routed, x_NTD):
+        exact = truth.layers[number].router
+        assert exact is not None
+        expected_TX = chosen(x_TD.double(), exact, truth.config, torch.device("cpu"))
+        for kind, verifier in enumerate((plain, wide)):
+            gate = verifier.weights.layers[number].router
+            assert gate is not None
+            found_TX = chosen(x_TD.to(kernel_device), gate, truth.config, kernel_device)
+            wrong[kind] += int((found_TX.cpu() != expected_TX).sum())
+    assert wrong[1] == 0 < wrong[0], wrong
+
+
+def chosen(x_TD: torch.Tensor, gate: RouterWeights, config: TargetConfig, device: torch.device) -> torch.Tensor:
+    """Which experts each token goes to."""
+    counters = torch.zeros(1, dtype=torch.int32, device=device)
+    dispatch = router.dispatch(x_TD, gate.gate_XD, gate.bias_X, config.router_law, counters)
+    is_chosen_TX = torch.zeros(len(x_TD), config.num_experts + 1, dtype=torch.bool, device=device)
+    for expert, pairs_N in zip(dispatch.experts_P.tolist(), dispatch.pairs_PN.tolist(), strict=True):
+        for pair in pairs_N:
+            if pair >= 0:
+                is_chosen_TX[pair // dispatch.weights_TJ.shape[1], expert] = True
+    return is_chosen_TX
 
 
 @torch.no_grad()

@@ -16,7 +16,9 @@ from dspark.verifier.reading import passes, read_packed
 LENGTHS = (1, 17, 40, 16)
 
 
-def assert_near(ours: TargetOutput, theirs: TargetOutput, tolerance: float = 3e-5) -> None:
+def assert_near(ours: TargetOutput, theirs: TargetOutput, tolerance: float = 1e-5) -> None:
+    if ours.taps_NLD.is_cuda:
+        tolerance *= 3  # chains of multiply-adds against torch's sums
     for x, y in ((ours.taps_NLD, theirs.taps_NLD), (ours.last_hidden_ND, theirs.last_hidden_ND)):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 

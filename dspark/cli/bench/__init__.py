@@ -70,7 +70,9 @@ def verify(
         typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN)."),
     ] = "",
     float32: Annotated[str, typer.Option(help="What is float32 and not bfloat16: router, head or router,head.")] = "",
-    prefill: Annotated[int, typer.Option(min=0, help="Also time a prefill of so many tokens.")] = 0,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Also time a prefill of so many tokens, routed by the router.")
+    ] = 0,
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
     ] = None,

@@ -36,8 +36,14 @@ class Tile(NamedTuple):
 
 
 def tile_for(element_size: int) -> Tile:
-    """Three programs on each of 132 multiprocessors with 3 stages of 16 KB of weights in flight each."""
+    """At most three programs on each of 132 multiprocessors, with 3 stages of 16 KB of weights in flight each."""
     return Tile(32, 256, 396, 4, 4) if element_size == 2 else Tile(16, 32, 264, 4, 2, is_prefetched=False)
+
+
+def num_programs(num_rows: int, tile: Tile) -> int:
+    """As few as need no more rounds of tiles than ``tile.programs`` do: of equal work, as far as whole tiles allow."""
+    num_tiles = triton.cdiv(num_rows, tile.rows)
+    return int(triton.cdiv(num_tiles, triton.cdiv(num_tiles, tile.programs or num_tiles)))
 
 
 @triton.jit
@@ -133,9 +139,7 @@ def greedy(
     """``reference.greedy``; ``tile`` overrides the table."""
     num_tokens, (vocab_size, width), device = hidden_TD.shape[0], head_VD.shape, hidden_TD.device
     tile = tile or tile_for(head_VD.element_size())
-    num_tiles = triton.cdiv(vocab_size, tile.rows)
-    rounds = triton.cdiv(num_tiles, tile.programs or num_tiles)
-    programs = triton.cdiv(num_tiles, rounds)  # as even as whole tiles allow
+    programs = num_programs(vocab_size, tile)
     num_chunks, chunk = chunks(head_VD, tile.rows, tile.num_warps, width) if tile.is_prefetched else (0, 0)
     best_T = torch.empty(num_tokens, dtype=torch.float32, device=device)
     ids_T = torch.empty(num_tokens, dtype=torch.int64, device=device)

@@ -197,7 +197,8 @@ def read(
     dt_bias_HE: torch.Tensor, norm_F: torch.Tensor, state_BHEF: torch.Tensor, lower_bound: float, eps: float,
     chunks: Chunks,
 ) -> torch.Tensor:  # fmt: skip
-    """See the package. Products of float32 are exact: Triton 3.6 leaves its shared memory in "tf32x3"."""
+    """See the package. float32, whose products are exact (Triton 3.6 leaves its shared memory in "tf32x3"), spills: it
+    is there for tests and small models."""
     batch, heads, width, _ = state_BHEF.shape
     padded, size, num_chunks = max(16, triton.next_power_of_2(width)), chunks.chunk_tokens, len(chunks.chunks_M4)
     stored, precision, warps, num_stages = torch.bfloat16, "tf32", (PREPARE_WARPS, SCAN_WARPS, 4), SCAN_STAGES

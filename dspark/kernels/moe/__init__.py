@@ -54,8 +54,15 @@ def run_each(
 ) -> torch.Tensor:
     """``reference.run_each``: outputs_NJD, what every expert of a row says, unweighted; no gradient.
 
-    Shapes: as in ``up`` and ``down``, x and both matrices of one dtype; N * J below 2**31.
+    Shapes: as in ``up`` and ``down``, x and both matrices of one dtype; N * J below 2**31. Raises ValueError otherwise.
     """
+    num_rows, num_inner, width = gate_up_XCD.shape
+    expect("x_ND", x_ND, (len(ids_NJ), width), gate_up_XCD.dtype)
+    expect("gate_up_XCD", gate_up_XCD, (num_rows, num_inner // 2 * 2, width))
+    expect("down_XDI", down_XDI, (num_rows, width, num_inner // 2), x_ND.dtype)
+    expect("limits_X", limits_X, (num_rows,))
+    if ids_NJ.numel() >= 1 << 31:
+        raise ValueError(f"ids_NJ: expected fewer than 2**31, found {ids_NJ.numel()}")
     if not x_ND.is_cuda:
         return reference.run_each(x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X)
     from dspark.kernels.moe import grouped  # Triton, which a CPU may lack

@@ -46,15 +46,6 @@ def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
-def _add_product(sum_, x, w, DOT: tl.constexpr):
-    """In float32, whose products are single multiply-adds, a step's sum alone first: chains of 32 and 80, not 2560."""
-    if x.dtype.is_fp32():
-        return sum_ + tl.dot(x.to(DOT), w.to(DOT), input_precision="ieee")
-    else:
-        return tl.dot(x.to(DOT), w.to(DOT), sum_, input_precision="ieee")
-
-
-@triton.jit
 def up_kernel(
     act, inputs, weights, limits, order, tiles, J: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
@@ -79,7 +70,7 @@ def up_kernel(
         else:
             x = tl.load(x_ptr + start, mask=(start + k < D)[None, :], other=0.0)
             w = tl.load(w_ptr + start, mask=(start + k < D)[:, None], other=0.0)
-        sum_ = _add_product(sum_, x, w, DOT)
+        sum_ = tl.dot(x.to(DOT), w.to(DOT), sum_, input_precision="ieee")
     gate, up = tl.split(tl.reshape(sum_, (BLOCK_M, HALF, 2)))
     limit = tl.load(limits + expert)
     gate = gate / (1.0 + tl.exp(-gate))
@@ -113,7 +104,7 @@ def down_kernel(
         else:
             x = tl.load(x_ptr + start, mask=(start + k < INNER)[None, :], other=0.0)
             w = tl.load(w_ptr + start, mask=(start + k < INNER)[:, None], other=0.0)
-        sum_ = _add_product(sum_, x, w, DOT)
+        sum_ = tl.dot(x.to(DOT), w.to(DOT), sum_, input_precision="ieee")
     seen = (row <= last)[:, None] & (column < D)[None, :]
     tl.store(outputs + pair[:, None] * D + column[None, :], sum_.to(outputs.dtype.element_ty), mask=seen)
 
@@ -121,13 +112,13 @@ def down_kernel(
 def run_each(
     x_ND: torch.Tensor, ids_NJ: torch.Tensor, gate_up_XCD: torch.Tensor, down_XDI: torch.Tensor, limits_X: torch.Tensor
 ) -> torch.Tensor:
-    """See the package."""
+    """See the package. In float32 a sum is one chain of multiply-adds: some times torch's error at wide rows."""
     tiles = tile_rows(*sort_by_expert(ids_NJ, len(limits_X)))
     return down(up(x_ND, gate_up_XCD, limits_X, tiles), down_XDI, tiles).view(*ids_NJ.shape, -1)
 
 
 def tile_rows(order_M: torch.Tensor, ends_X: torch.Tensor, block_rows: int = BLOCK_ROWS) -> Tiles:
-    """Cut what ``sort_by_expert`` gives."""
+    """Cut what ``sort_by_expert`` gives (order_M, ends_X) into tiles of at most ``block_rows`` rows of one expert."""
     num_tiles = triton.cdiv(len(order_M), block_rows) + min(len(ends_X), len(order_M))  # as many, or more
     tiles_T3 = torch.empty(num_tiles, 3, dtype=torch.int32, device=ends_X.device)
     block = triton.next_power_of_2(len(ends_X))

@@ -29,7 +29,7 @@ DOWN_WIDE = DOWN | {"form": "plain", "block_rows": 32, "min_rows": 16, "block_k"
 """The dense MLP (6144 / 4), and experts that are not sharded (768)."""
 
 MIN_UNITS = 4 * 132
-"""With fewer the row tile is halved, down to min_rows: the same instruction in every size, so the same bits."""
+"""With fewer the row tile is halved, down to min_rows. A sum is one chain over K in every size and instruction."""
 
 
 @triton.jit

@@ -289,7 +289,7 @@ def project_prepared(
     out: tuple[torch.Tensor, torch.Tensor], *, is_chained: bool = False, tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """``reference.project_prepared``; ``tile`` overrides the table, and the ring where that fits."""
-    if tile is None and ring.fits(x_TD, weight_CD):
+    if tile is None and not launch.is_interpreted() and ring.fits(x_TD, weight_CD):
         inputs = (x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out)
         return ring.project_prepared(*inputs, is_chained=is_chained)
     (num_heads, width), num_taps = dt_bias_HE.shape, conv_CJ.shape[1]

@@ -50,7 +50,9 @@ def read_packed(
     positions_N = torch.cat([torch.arange(start, start + length, device=device) for length in lengths])
     angles = rotary_angles(positions_N, config.qk_rope_head_dim, config.rope_theta, wide)
     rows = Rows(chunks, angles, start, config)
-    dtype = wide if ranks.world_size > 1 else weights.dtype  # of partial sums, rounded once they are whole
+    dtype = (
+        wide if ranks.world_size > 1 else weights.dtype
+    )  # of the attention's partial sums, rounded once they are whole
     residual_ND = weights.embedding_VD[_onto(device, torch.cat(list(ids)))]
     norms = [layer.input_norm_D for layer in weights.layers[1:]] + [weights.norm_D]
     taps: dict[int, torch.Tensor] = {}

@@ -1,14 +1,14 @@
-"""How fast whole sequences are read, against the fastest matrix product of the device."""
-
-from collections.abc import Callable
+"""How fast whole sequences are read, against a large matrix product of the device."""
 
 import torch
 
 from dspark.verifier.engine import Verifier
 from dspark.verifier.reading import read_packed
+from dspark.verifier.timing.clock import Clock
 from dspark.verifier.weights import VerifierWeights
 
-RUNS, SIDE = 5, 8192
+SIDE = 8192
+"""Rows and columns of the matrix product."""
 
 
 def product_flops(weights: VerifierWeights) -> int:
@@ -28,29 +28,19 @@ def product_flops(weights: VerifierWeights) -> int:
     return 2 * (num_weights + sum(tensor.numel() for tensor in tensors))
 
 
-def matmul_flops(device: torch.device) -> float:
-    """FLOP a second of a large product in bfloat16."""
-    x_MM, y_MM = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * SIDE**3 / _seconds(lambda: x_MM @ y_MM)
+def matmul_flops(clock: Clock) -> float:
+    """FLOP a second of a product of two matrices of SIDE x SIDE in bfloat16."""
+    x_MM, y_MM = (torch.randn(SIDE, SIDE, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2e6 * SIDE**3 / clock.time_burst(lambda: x_MM @ y_MM)
 
 
-def time_prefill(verifier: Verifier, num_tokens: int, num_sequences: int) -> float:
-    """Seconds to read random tokens, packed sequences of equal length from their start."""
+def time_prefill(verifier: Verifier, clock: Clock, num_tokens: int, num_sequences: int) -> float:
+    """Microseconds to read random tokens in the host's memory, packed sequences of equal length from their start.
+
+    Passes are enqueued one behind the other, as a recording's are; the host's part of a pass hides behind another.
+    """
     generator = torch.Generator().manual_seed(0)
-    ids_N = torch.randint(verifier.vocab_size, (num_tokens,), generator=generator).to(verifier.weights.device)
-    sequences = ids_N.tensor_split(num_sequences)
+    sequences = torch.randint(verifier.vocab_size, (num_tokens,), generator=generator).tensor_split(num_sequences)
     inputs = (verifier.weights, sequences, verifier.target_layer_ids)
-    return _seconds(lambda: read_packed(*inputs, ranks=verifier.ranks))
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    """Mean of some runs, enqueued one behind the other as a recording's are."""
-    for _ in range(2):
-        function()
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    before.record()
-    for _ in range(RUNS):
-        function()
-    after.record()
-    torch.cuda.synchronize()
-    return float(before.elapsed_time(after)) / RUNS / 1e3
+    read_packed(*inputs, ranks=verifier.ranks)
+    return clock.time_burst(lambda: read_packed(*inputs, ranks=verifier.ranks))
