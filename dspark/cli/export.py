@@ -34,8 +34,7 @@ def export(
     draft: Annotated[Path | None, typer.Option(help="An exported draft to write in another form.")] = None,
     target: Annotated[str | None, typer.Option(help="Its target: a name or a folder. A run knows its own.")] = None,
     architecture: Annotated[
-        Architecture | None,
-        typer.Option(help="Tag in config.json. [default: Ling's for a Ling target, else Qwen3's]"),
+        Architecture | None, typer.Option(help="Tag in config.json. [default: Ling's for a Ling target, else Qwen3's]")
     ] = None,
     with_tables: Annotated[
         bool, typer.Option("--with-tables", help="Add the target's embedding and head, which DeepSpec needs.")

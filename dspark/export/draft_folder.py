@@ -79,11 +79,7 @@ def write_draft(
 
 
 def read_draft(
-    folder: Path,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    folder: Path, tables: tuple[torch.Tensor, torch.Tensor], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> DraftModel:
     """Load an exported draft, ours or a released one, and bind it to its target.
 

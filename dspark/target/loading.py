@@ -18,10 +18,7 @@ from dspark.target.model import LingModel
 from dspark.target.tokenizer import stop_token_ids
 from dspark.types import Target
 
-REPOSITORIES = {
-    "ling-3.0-flash": "inclusionAI/Ling-3.0-flash",
-    "ling-3.0-tiny": "inclusionAI/Ling-3.0-tiny",
-}
+REPOSITORIES = {"ling-3.0-flash": "inclusionAI/Ling-3.0-flash", "ling-3.0-tiny": "inclusionAI/Ling-3.0-tiny"}
 NANO_FOLDER = Path(__file__).parents[2] / "data" / "nano"
 _EMBEDDING_NAMES = ("model.word_embeddings.weight", "model.embed_tokens.weight")
 _HEAD_NAME = "lm_head.weight"

@@ -32,11 +32,7 @@ class Rows(NamedTuple):
 
 
 def linear_attention(
-    x_ND: torch.Tensor,
-    weights: LinearWeights,
-    index: int,
-    rows: Rows,
-    memory: tuple[torch.Tensor, torch.Tensor],
+    x_ND: torch.Tensor, weights: LinearWeights, index: int, rows: Rows, memory: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """Linear attention layer ``index`` (counting these layers only); brings ``memory`` on, in place.
 
