@@ -196,9 +196,8 @@ class RunConfig(Section):
 
 
 def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Read a run from YAML and apply ``section.key=value`` overrides (values are YAML).
-
-    Raises: ConfigError naming the file, the key, what was found and what was expected.
+    """Read a run from YAML and apply ``section.key=value`` overrides (YAML too). Raises: ConfigError naming file and
+    key.
     """
     path = Path(path)
     if not path.is_file():

@@ -88,12 +88,10 @@ def write_responses(
 ) -> None:
     """Answer every prompt in order, ``header.generation_batch_size`` at a time, one JSON line each.
 
-    A file that is already there is continued after its last whole batch. ``on_row`` is called for every row that is
-    on disk. ``finish_reason`` is ``stop`` if the response ends with a stop token, else ``length``: then the target did
-    not end its turn, and no end-of-turn token is added.
-
-    Raises: RecordError when the file was made from other prompts, another target or other settings, or a line that
-    would be kept is no response.
+    A file that is already there is continued after its last whole batch. ``on_row`` is called for every row that is on
+    disk. ``finish_reason`` is ``stop`` if the response ends with a stop token, else ``length``.
+    Raises: RecordError when the file was made from other prompts, another target or other settings, or holds another
+    line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _open_header(header, path)
@@ -128,7 +126,6 @@ def read_header(path: Path) -> ResponsesHeader:
 
 def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
     """Every prompt with its response as one sequence; the response's ids, exactly as generated, are supervised.
-
     Raises: RecordError naming the line that is not a row, or a file that does not hold every response.
     """
     encoded, prompts = [], []

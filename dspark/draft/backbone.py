@@ -19,7 +19,6 @@ Memory = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class DraftAttention(nn.Module):
     """Grouped-query attention whose keys come from two streams through the same projections.
-
     Source: DeepSpec, Qwen3 DSpark attention (specs/dspark.md 1.1).
     """
 
@@ -36,9 +35,8 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def keys_values(self, hidden_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Keys after norm and rotation, and values, of context rows or of a block's slots. Returns: [B, H, T, E] both.
-
-        H counts key-value heads.
+        """Keys after norm and rotation, and values, of context rows or a block's slots: [B, key-value heads, T, E]
+        both.
         """
         heads = (*hidden_BTD.shape[:2], self.num_key_value_heads, self.head_dim)
         keys_BTHE = self.k_norm(self.k_proj(hidden_BTD).view(heads))
@@ -49,7 +47,6 @@ class DraftAttention(nn.Module):
         self, hidden_BND: Tensor, rotary: Rotary, keys_BHTE: Tensor, values_BHTE: Tensor, visible_B1NT: Tensor | None
     ) -> Tensor:
         """Attend from N slots to T keys. None sees everything.
-
         Query head h reads key-value head h // group: the query heads of a group become M = group * N rows of one head,
         so that keys and values are never copied.
         """

@@ -35,7 +35,6 @@ def compare(
     progress: Progress,
 ) -> tuple[Contender, ...]:
     """Decode the prompts with each draft (None is plain decoding) at each temperature of the plan.
-
     ``open_target`` gives the target with the layers tapped that a draft reads; ``random`` is (stop_token_ids, seed).
     """
     stop_token_ids, seed = random

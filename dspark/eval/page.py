@@ -16,10 +16,8 @@ TrainingRow = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Page:
-    """What the page shows.
-
-    ``learner`` names the contender whose ``training`` (the rows of metrics.jsonl) is drawn; ``excerpt`` is its answer
-    to ``prompt``. A contender's place in the list is its colour.
+    """What the page shows. ``learner`` names the contender whose ``training`` (the rows of metrics.jsonl) is drawn;
+    ``excerpt`` is its answer to ``prompt``. A contender's place in the list is its colour.
     """
 
     title: str

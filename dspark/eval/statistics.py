@@ -37,9 +37,7 @@ class AcceptanceStatistics:
 def acceptance_statistics(
     rounds_by_prompt: Sequence[Sequence[Round]], seed: int = 0, num_resamples: int = 2000
 ) -> AcceptanceStatistics:
-    """Pool the rounds of all prompts.
-
-    Raises: ValueError without a single round.
+    """Pool the rounds of all prompts. Raises: ValueError without a single round.
     Source: dspark.md 6.1 (DeepSpec's counts) and 7.4. ``conditional`` is counted, not survival's ratio: the two agree
     when every round proposes the whole block, and only the count is right when some propose less.
     """
@@ -76,7 +74,6 @@ def bootstrap_interval(
     numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, num_resamples: int = 2000
 ) -> tuple[float, float]:
     """The 95 % percentile interval of sum(numerators) / sum(denominators) when prompts are drawn again with return.
-
     Pairs with a denominator of zero (texts without a round) say nothing about the ratio and are left out.
     """
     pairs = [pair for pair in zip(numerators, denominators, strict=True) if pair[1] > 0]

@@ -19,10 +19,8 @@ TASKS = REPOSITORY / "eval" / "tasks"
 
 
 class TaskDefinition(Section):
-    """One eval/tasks/NAME.yaml.
-
-    ``source`` is a file relative to the repository, the import name of a package with ``data.read_problems()``, or a
-    hub name for ``datasets``. ``prompt`` is a format string over a row's fields and becomes the first user turn.
+    """One eval/tasks/NAME.yaml. ``prompt`` is a format string over a row's fields and becomes the first user turn.
+    ``source`` is a file of the repository, the import name of a package with ``data.read_problems()``, or a hub name.
     """
 
     reads: Literal["file", "package", "hub"]
@@ -41,10 +39,8 @@ def task_names(folder: Path = TASKS) -> tuple[str, ...]:
 
 def load_task(name: str, max_prompts: int | None = None, folder: Path = TASKS) -> tuple[Conversation, ...]:
     """The prompts of a task, in order: a name of ``task_names()``, or a JSONL or parquet file of the user.
-
-    Raises: ConfigError for an unknown name or a wrong definition; PromptError when the prompts are not on this
-    machine and cannot be fetched, or when there are none.
-    Source: the tasks, sample counts and first-turn-only rule of DeepSpec (specs/dspark.md 7.1).
+    Raises: ConfigError for an unknown name or a wrong definition; PromptError when the prompts are not on this machine
+    and cannot be fetched, or when there are none. Source: DeepSpec's tasks and sample counts (specs/dspark.md 7.1).
     """
     if Path(name).suffix in {".jsonl", ".parquet"}:
         definition = TaskDefinition(reads="file", source=str(Path(name).absolute()))

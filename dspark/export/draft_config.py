@@ -46,10 +46,9 @@ def architecture_for(target_architecture: str) -> Architecture:
 
 @dataclass(frozen=True)
 class FolderFields:
-    """What config.json says beside the architecture of the draft.
-
-    The three ids are the target's; ``architecture`` is the tag by which a runtime picks its class (``Qwen3DSparkModel``
-    for vLLM without the Ling draft, llama.cpp and DeepSpec); ``num_anchors`` is the number used in training.
+    """What config.json says beside the architecture of the draft: the target's three ids, the anchors of its training,
+    and the tag by which a runtime picks its class (``Qwen3DSparkModel`` for vLLM without the Ling draft, llama.cpp,
+    DeepSpec).
     """
 
     eos_token_id: int
@@ -60,11 +59,9 @@ class FolderFields:
 
 
 def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
-    """The mapping to write as config.json.
-
-    Raises: ConfigError when the mask token is the target's end or padding token: their rows mean something, so a
-    slot could not tell a mask from a real token.
-    Source: specs/dspark.md 2.6 (fields that SGLang, vLLM and DeepSpec read at the top level).
+    """The mapping to write as config.json. Source: specs/dspark.md 2.6 (what runtimes read at the top level).
+    Raises: ConfigError when the mask token is the target's end or padding token: a slot could not tell it from a real
+    one.
     """
     if config.mask_token_id in (fields.eos_token_id, fields.pad_token_id):
         raise ConfigError(
@@ -96,9 +93,8 @@ def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
 
 def read_draft_config(folder: Path) -> DraftConfig:
     """Read the architecture from an exported folder, ours or another trainer's of the same layout.
-
-    Raises: CheckpointError when there is no config.json; ConfigError naming the key when a value is missing, wrong
-    or asks for a computation that this draft does not do.
+    Raises: CheckpointError without a config.json; ConfigError naming the key that is missing, wrong or not computed
+    here.
     """
     path = folder / "config.json"
     if not path.is_file():

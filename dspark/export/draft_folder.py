@@ -23,9 +23,8 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a draft without the target's two tables; allocates nothing.
-
-    Source: specs/dspark.md 3.1.
+    """Name and shape of every tensor of a draft without the target's two tables (specs/dspark.md 3.1); allocates
+    nothing.
     """
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in DraftModel(config).state_dict().items()}
@@ -50,10 +49,8 @@ def write_draft(
     Weights are rounded to bfloat16. ``with_tables`` adds bit-exact copies of the target's embedding and head, which
     DeepSpec's loader needs. ``provenance`` goes to provenance.json, which runtimes ignore, with the sha256 of the
     weights, which ``read_draft`` checks. The folder appears whole; an earlier draft at that place is replaced.
-
-    Raises: ConfigError for a mask token that is the end or padding token; CheckpointError when ``folder`` holds
-    something that is not a draft, or a weight is not finite.
-    Source: specs/dspark.md 2.6, 3.1 and 3.3.
+    Raises: ConfigError as ``config_json``; CheckpointError when ``folder`` holds something that is not a draft, or a
+    weight is not finite. Source: specs/dspark.md 2.6, 3.1 and 3.3.
     """
     folder = folder.absolute()
     config = config_json(draft.config, fields)
@@ -81,10 +78,9 @@ def write_draft(
 def read_draft(
     folder: Path, tables: tuple[torch.Tensor, torch.Tensor], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> DraftModel:
-    """Load an exported draft, ours or a released one, and bind it to its target.
+    """Load an exported draft, ours or a released one, and bind it to its target's (embedding_VD, head_VD).
 
-    ``tables`` are the target's (embedding_VD, head_VD). A file with its own copies must hold the same numbers.
-
+    A file with its own copies of these tables must hold the same numbers.
     Raises: CheckpointError naming missing, unexpected, wrongly shaped or damaged tensors; DraftMismatchError when the
     draft's vocabulary, width or tables are not the target's; ConfigError for another kind of network.
     """
@@ -122,9 +118,7 @@ def check_target(
     folder: Path, *, vocab_size: int, hidden_size: int, num_layers: int | None = None, fingerprint: str | None = None
 ) -> DraftConfig:
     """Refuse a draft for another target before any weight of the target is read. Returns: the draft's architecture.
-
     ``fingerprint`` is the target's; a draft whose provenance names its own target's must have the same.
-
     Raises: DraftMismatchError naming every field that differs; ConfigError or CheckpointError as ``read_draft_config``.
     """
     config = read_draft_config(folder)

@@ -7,9 +7,7 @@ from dspark.kernels.moe import swiglu
 
 
 class SwiGLU(nn.Module):
-    """``down(swiglu(gate(x), up(x)))`` without biases, with the clamp of ``swiglu``.
-
-    Shapes: x [..., width] -> [..., width]; the inner width is ``inner_width``.
+    """``down(swiglu(gate(x), up(x)))`` without biases, with the clamp of ``swiglu``; x [..., width] -> [..., width].
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6.
     """
 

@@ -34,11 +34,10 @@ def capture(
 ) -> None:
     """Record ``sequences`` in order; shards that are already complete are not computed again.
 
-    What goes into a shard depends on nothing outside it, so a run that was stopped and started again writes the same
+    What goes into a shard depends on nothing outside it: a run that was stopped and started again writes the same
     bytes. ``on_sequence`` is called for every sequence that was read or was already recorded.
-
-    Raises: RecordError for ids outside the vocabulary, and naming the first sequence of a pack for which the target
-    says something that is not finite.
+    Raises: RecordError for ids outside the vocabulary, and naming the first sequence of a pack whose states are not
+    finite.
     """
     check_ids(sequences, target.vocab_size)
     lengths = [len(sequence.ids_T) for sequence in sequences]

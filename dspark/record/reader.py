@@ -31,7 +31,6 @@ class _Shard:
 
 class RecordReader:
     """The sequences of a record: ``len(reader)``, ``reader[i]``. Only the asked-for rows are read from disk.
-
     Raises: RecordError when the folder holds no record, an unfinished one, or a damaged manifest.
     """
 
@@ -55,10 +54,9 @@ class RecordReader:
         return self._read(index)[0]
 
     def check(self, head_VD: torch.Tensor | None = None) -> None:
-        """Verify every shard's checksum and, given the target's head, that it belongs to the recorded states.
-
-        In the first sequence of every shard the log-probabilities of the labels are recomputed from the last hidden
-        states and the head. Raises: RecordError naming the shard, what was found and what was expected.
+        """Verify every shard's checksum and, given the target's head, that it belongs to the recorded states: in the
+        first sequence of every shard the labels' log-probabilities are recomputed from it. Raises: RecordError naming
+        the shard.
         """
         wanted = (self.manifest.vocab_size, self.manifest.hidden_size)
         if head_VD is not None and head_VD.shape != wanted:
@@ -147,10 +145,7 @@ def _is_rising_to(offsets: list[int], end: int) -> bool:
 
 
 def label_logprobs(hidden_MD: torch.Tensor, labels_M: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
-    """Log-probability of every label under the target's head, in float32 (float64 for float64 states).
-
-    Shapes: hidden_MD last hidden states; labels_M int64. Returns: [M] on the CPU.
-    """
+    """The labels' log-probabilities [M] under the target's head, on the CPU, in float32 (float64 of float64 states)."""
     dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
     logits_MV = hidden_MD.to(head_VD.device, dtype) @ head_VD.to(dtype).T
     return torch.log_softmax(logits_MV, -1).gather(1, labels_M[:, None].to(head_VD.device))[:, 0].cpu()

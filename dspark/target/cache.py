@@ -13,7 +13,6 @@ from dspark.kernels.kda import history_after, state_after
 @dataclass(frozen=True)
 class Layout:
     """How N rows, sequence after sequence, become B padded rows of T tokens and back.
-
     Shapes: positions_N int64. For sequences of one length the three index tensors are None and both ways are views.
     """
 
@@ -72,7 +71,6 @@ class LinearStage(NamedTuple):
 
 class View(NamedTuple):
     """How T further tokens of every sequence meet the cache.
-
     Shapes: sequences_B1 and slots_BT say where the tokens' rows go; bias_BTJ is 0 where token t may see cached row j
     and -inf elsewhere, in float32 or higher.
     """
@@ -87,8 +85,7 @@ class LingCache:
     """Committed memory of B sequences, and the stage of the last verify.
 
     Linear layers hold one state each, and their histories stacked over layers (M). Latent layers (every model has one)
-    hold a row a token in a buffer that grows by doubling; staged rows are written behind the committed ones and count
-    once the length covers them.
+    hold a row a token in a buffer that grows by doubling; staged rows lie behind the committed ones.
     """
 
     def __init__(self, lengths: Sequence[int], linear: Sequence[LinearMemory], latent: Sequence[torch.Tensor]) -> None:
@@ -131,7 +128,6 @@ class LingCache:
 
     def commit(self, counts_B: torch.Tensor) -> None:
         """Make the first counts_B[b] staged tokens of sequence b permanent and drop the rest.
-
         Raises: ValueError for counts outside 0..T or of the wrong number, T being 0 when nothing is staged.
         """
         counts = counts_B.tolist()

@@ -42,10 +42,8 @@ _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
 
 
 class TargetConfig(BaseModel):
-    """The architecture of a Ling-3.0 model, under the names of its config.json.
-
-    Source: specs/ling-3.0.md section 1; configuration_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash. Keys that
-    compute nothing (``use_qk_norm``, ``partial_rotary_factor``, ``group_norm_size``, dropouts ...) are left out.
+    """The architecture of a Ling-3.0 model, under the names of its config.json; keys that compute nothing are left out.
+    Source: specs/ling-3.0.md section 1; configuration_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -116,7 +114,6 @@ class TargetConfig(BaseModel):
 
     def is_latent(self, layer: int) -> bool:
         """Whether the layer's attention is MLA rather than KDA; the MTP layer (num_hidden_layers) is MLA.
-
         Source: modeling_bailing_moe_v3.py; layers left over after the last whole group are MLA too.
         """
         whole_groups = self.num_hidden_layers // self.layer_group_size * self.layer_group_size
@@ -137,7 +134,6 @@ class TargetConfig(BaseModel):
 
 def parse_target_config(values: Mapping[str, Any], place: str = "config.json") -> TargetConfig:
     """Check the content of a config.json and keep what computes something.
-
     Raises: ConfigError naming ``place``, the key, what was found and what is computed here.
     """
     architectures = values.get("architectures")
@@ -166,10 +162,7 @@ def parse_target_config(values: Mapping[str, Any], place: str = "config.json") -
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The content of a model folder's config.json.
-
-    Raises: ConfigError when the file is absent or not a JSON object.
-    """
+    """The content of a model folder's config.json. Raises: ConfigError when the file is absent or not a JSON object."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a model folder in Hugging Face layout")
@@ -177,10 +170,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def load_target_config(folder: Path | str) -> TargetConfig:
-    """Read and check the config.json of a Ling-3.0 model folder.
-
-    Raises: ConfigError as ``read_config_json`` and ``parse_target_config`` do.
-    """
+    """Read and check the config.json of a Ling-3.0 model folder. Raises: ConfigError."""
     return parse_target_config(read_config_json(Path(folder)), str(Path(folder) / "config.json"))
 
 

@@ -11,7 +11,6 @@ from dspark.target.config import TargetConfig
 
 class Router(nn.Module):
     """Chooses experts by grouped sigmoid scores; ``expert_bias`` balances the choice and takes no gradient.
-
     Computed in float32 or higher whatever the weights' dtype, also under autocast.
     """
 
@@ -42,7 +41,6 @@ class Experts(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """``sum of w_e * expert_e(x) + shared(x)``; rows are summed in float32 or higher and rounded once.
-
     Source: specs/ling-3.0.md section 6.
     """
 

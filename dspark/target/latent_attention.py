@@ -15,7 +15,6 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 class LatentAttention(nn.Module):
     """One gated MLA block: queries from the input or a low rank, keys and values from one latent a token.
-
     Source: specs/ling-3.0.md section 5; DeepSeek-V2 (arXiv 2405.04434) section 2.1, with a sigmoid gate a head.
     """
 

@@ -11,7 +11,6 @@ from dspark.target.config import TargetConfig
 
 class LinearAttention(nn.Module):
     """One KDA block. No positions: order enters through the convolution and the recurrence only.
-
     The recurrence, the decay and the norms run in float32 or higher, also under autocast.
     Source: specs/ling-3.0.md section 4; modeling_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash.
     """

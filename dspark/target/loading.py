@@ -45,10 +45,7 @@ class TargetFacts:
 
 def locate_target(name_or_folder: str | Path) -> Path:
     """The folder of a target: a folder itself, a shipped or published name, or a repository in the local hub cache.
-
-    Nothing is downloaded.
-
-    Raises: CheckpointError saying where it looked and which command fetches the model.
+    Nothing is downloaded. Raises: CheckpointError saying where it looked and which command fetches the model.
     """
     folder = Path(name_or_folder)
     if (folder / "config.json").is_file():
@@ -102,7 +99,6 @@ def load_target(
     device: str | torch.device = "cpu",
 ) -> Target[Any]:
     """Read a target's weights, frozen and ready: Ling-3.0 by this project's own code, any other through transformers.
-
     Raises: CheckpointError and ConfigError as the config, the weights and ``target_layer_ids`` deserve.
     """
     folder = locate_target(name_or_folder)
@@ -121,9 +117,7 @@ def load_target(
 
 
 def load_tables(name_or_folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The embedding and the output head, both [V, D] in the dtype they are stored in; nothing else is read.
-
-    Returns: embedding_VD and head_VD, one tensor twice when config.json ties them.
+    """The embedding and the output head, both [V, D] as stored, one tensor twice when tied; nothing else is read.
     Raises: CheckpointError when the folder has no such tensors or they disagree with config.json.
     """
     folder = locate_target(name_or_folder)
@@ -143,10 +137,7 @@ def load_tables(name_or_folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def target_facts(name_or_folder: str | Path) -> TargetFacts:
-    """What config.json and generation_config.json say about a target of any family.
-
-    Raises: ConfigError naming the key that is missing.
-    """
+    """What config.json and generation_config.json say of a target of any family. Raises: ConfigError naming the key."""
     folder = locate_target(name_or_folder)
     values = read_config_json(folder)
     for key in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
@@ -168,10 +159,7 @@ def target_facts(name_or_folder: str | Path) -> TargetFacts:
 
 def target_fingerprint(name_or_folder: str | Path) -> str:
     """SHA-256, in hex, of config.json and of each weight file's name, size, header and 16 samples of 4 KiB.
-
-    It tells another model, a fine-tune or another precision apart without reading every byte.
-
-    Raises: CheckpointError as ``Checkpoint`` does.
+    It tells another model, a fine-tune or another precision apart without reading every byte. Raises: CheckpointError.
     """
     folder = locate_target(name_or_folder)
     digest = hashlib.sha256(json.dumps(read_config_json(folder), sort_keys=True).encode())

@@ -23,10 +23,7 @@ _FLOAT32_NAMES = ("A_log", "dt_bias", "expert_bias")
 
 @dataclass(frozen=True)
 class LingOutput(TargetOutput):
-    """A pass of the model: taps, last hidden, and the experts that each MoE layer chose, in the order of the layers.
-
-    Shapes: expert_ids one int64 [N, K] a MoE layer.
-    """
+    """A pass of the model: taps, last hidden, and the experts that each MoE layer chose, int64 [N, K] a layer."""
 
     expert_ids: tuple[torch.Tensor, ...]
 
@@ -125,10 +122,8 @@ class LingModel(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def forward(self, ids_N: torch.Tensor, lengths: Sequence[int]) -> LingOutput:
-        """Read whole sequences laid one after the other, with gradients; ``lengths`` are host integers.
-
+        """Read whole sequences laid one after the other, with gradients; ``lengths`` are host integers, ids_N int64.
         Sequences of one length are read without padding, loops over sequences or host syncs.
-        Shapes: ids_N int64, N the sum of the lengths.
         """
         return self._read(ids_N, Layout.of(lengths, ids_N.device))[0]
 
@@ -137,8 +132,8 @@ class LingModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The prediction layer over whole sequences: row t, from last_hidden[t] and token t+1, speaks of token t+2.
 
-        Shapes: rows laid as in ``forward``. Returns the hidden state whose ``logits`` predict [N, D], and ids_NK of the
-        layer's experts. To predict further, feed the hidden state back with the drafted ids.
+        Returns the hidden state whose ``logits`` predict [N, D], rows laid as in ``forward``, and ids_NK of the layer's
+        experts. To predict further, feed the hidden state back with the drafted ids.
         Source: specs/ling-3.0.md section 7; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
         """
         layer = self.model.layers[self.config.num_hidden_layers]
@@ -152,7 +147,6 @@ class LingModel(nn.Module):
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[LingCache, LingOutput]:
-        """See ``dspark.types.Target``."""
         lengths = [len(ids_T) for ids_T in ids]
         ids_N = torch.cat(list(ids)).to(self.lm_head.weight.device)
         output, linear, latent = self._read(ids_N, Layout.of(lengths, ids_N.device))
@@ -160,7 +154,6 @@ class LingModel(nn.Module):
 
     @torch.no_grad()
     def verify(self, ids_BT: torch.Tensor, cache: LingCache) -> LingOutput:
-        """See ``dspark.types.Target``."""
         cache.drop_stage()
         view = cache.view(ids_BT.shape[1])
         angles = self._angles(view.layout)
@@ -179,14 +172,13 @@ class LingModel(nn.Module):
         return output
 
     def commit(self, cache: LingCache, counts_B: torch.Tensor) -> None:
-        """See ``dspark.types.Target``."""
         cache.commit(counts_B)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw fresh weights: normal with standard deviation 0.02, norms 1, expert bias 0.
-
-        Convolutions are uniform in +-1/sqrt(taps). ``dt_bias`` spreads the decay rates of the channels evenly in the
-        logarithm from 0.001 to 1 a token, so that short and long memories exist from the start.
+        """Draw fresh weights: normal with deviation 0.02, norms 1, expert bias 0, convolutions uniform in
+        +-1/sqrt(taps).
+        ``dt_bias`` spreads the channels' decay rates evenly in the logarithm from 0.001 to 1 a token, so that short and
+        long memories exist from the start.
         """
         rates = (0.001, 1.0)
         for name, tensor in self.state_dict().items():
@@ -209,7 +201,6 @@ class LingModel(nn.Module):
     @torch.no_grad()
     def load_tensors(self, get: Callable[[str], torch.Tensor]) -> None:
         """Fill every weight from ``get(checkpoint name)``, converted to this model's dtypes.
-
         Raises: CheckpointError when a tensor has another shape than the config implies.
         """
         for name, place in self._places():

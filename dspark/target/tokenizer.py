@@ -13,9 +13,8 @@ from dspark.target.config import read_config_json
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; no code of the folder is run.
-
-    Raises: CheckpointError when there is no tokenizer.json, when one of them is damaged, or when it knows ids that the
-    model has no row for.
+    Raises: CheckpointError when tokenizer.json is missing, one is damaged, or it knows ids that the model has no row
+    for.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -39,7 +38,6 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 
 def stop_token_ids(folder: Path | str) -> tuple[int, ...]:
     """The ids that end an answer: ``eos_token_id`` of generation_config.json, else of config.json, in that order.
-
     Raises: ConfigError when neither names one, or an id is no row of the vocabulary.
     """
     folder = Path(folder)
@@ -62,10 +60,7 @@ def tokenizer_fingerprint(folder: Path | str) -> str:
 
 
 def template_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 of the chat template that the tokenizer would use, in hex.
-
-    Raises: ConfigError when it has none, or several.
-    """
+    """SHA-256, in hex, of the tokenizer's chat template. Raises: ConfigError when it has none, or several."""
     template = tokenizer.chat_template
     if not isinstance(template, str):
         raise ConfigError(f"{tokenizer.name_or_path}: expected one chat template, found {type(template).__name__}")

@@ -30,9 +30,9 @@ class Progress:
 
 
 def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The draft's float32 parameters and AdamW's moments (``exp_avg.NAME``), on the CPU.
-
-    ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO every rank must call it.
+    """The draft's float32 parameters and AdamW's moments (``exp_avg.NAME``), on the CPU; under ZeRO every rank calls
+    it.
+    ``draft`` is the bare model and ``optimizer`` accelerate's.
     """
     parameters: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
@@ -52,9 +52,7 @@ def save_checkpoint(
     folder: Path, progress: Progress, parameters: dict[str, Tensor], moments: dict[str, Tensor]
 ) -> Path:
     """Write ``folder/step-NNNNNNNN`` and drop all but the newest two. One process calls it.
-
-    The checkpoint is written beside its place, flushed to the disk and renamed, so a kill at any moment leaves either
-    the whole of it or the ones before.
+    It is written beside its place, flushed and renamed: a kill at any moment leaves the whole of it or the ones before.
     """
     place = folder / f"step-{progress.step:08d}"
     partial = folder / f".{place.name}.partial"
@@ -80,7 +78,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
     """Put a checkpoint's parameters and moments into a fresh draft and optimizer. Every process calls it.
-
     Raises: CheckpointError when a file is missing, damaged, or made for another draft.
     """
     state = _read_state(place)
@@ -119,8 +116,8 @@ class _Slice:
 def _slices(parameter: nn.Parameter, optimizer: Any, step: int | None = None) -> list[_Slice] | None:
     """This rank's slices of value and moments in ZeRO's flat float32 partitions; None where a parameter is whole.
 
-    DeepSpeed has functions for it, but they fail for the second parameter group (0.19.8): it links the moments of all
-    groups after the first group's step. ``step`` makes the moments of a fresh optimizer exist.
+    DeepSpeed's own functions fail for the second parameter group (0.19.8): it links the moments of all groups after the
+    first group's step. ``step`` makes the moments of a fresh optimizer exist.
     """
     if not hasattr(parameter, "_hp_mapping"):
         return None

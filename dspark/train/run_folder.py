@@ -18,7 +18,6 @@ SAME_WHEN_RESUMED = ("seed", "draft", "objective")
 
 def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -> None:
     """Refuse to train into a folder that holds another run. Reads only; every process may call it.
-
     Raises: ConfigError when the folder holds a run and ``is_resumed`` is false, or the run to resume has another seed,
     draft, objective or record. Steps, learning rate and the like may change; the folder's run.yaml then follows.
     """

@@ -16,10 +16,7 @@ SMALLEST_MASK_ROW = 1e-2
 
 
 def check_record(manifest: Manifest, draft: DraftConfig, target_fingerprint: str) -> None:
-    """Refuse a record of another target, or with other taps than the draft reads.
-
-    Raises: RecordError naming what the record holds and what the run wants.
-    """
+    """Refuse a record of another target, or with other taps than the draft reads. Raises: RecordError naming both."""
     if manifest.target_fingerprint != target_fingerprint:
         raise RecordError(
             f"the record was made from {manifest.target} with fingerprint {manifest.target_fingerprint}, "
@@ -35,7 +32,6 @@ def check_record(manifest: Manifest, draft: DraftConfig, target_fingerprint: str
 
 def bias_note(manifest: Manifest, objective: ObjectiveSection) -> str:
     """A sentence when the record's text makes the ratio form of the acceptance length biased; else empty.
-
     It is unbiased on text that the target itself drew at temperature 1 without truncation (specs/dspark.md 5.1).
     """
     is_exact = manifest.answers == "target" and manifest.temperature == 1.0
@@ -46,9 +42,8 @@ def bias_note(manifest: Manifest, objective: ObjectiveSection) -> str:
 
 
 def check_mask_row(embedding_VD: Tensor, draft: DraftConfig) -> None:
-    """Refuse a mask token whose embedding is (nearly) zero: such slots would start out all alike.
-
-    Rows that no text ever used can be driven to zero by the target's weight decay. Raises: ConfigError.
+    """Refuse a mask token whose embedding is (nearly) zero: such slots would start out all alike. Raises: ConfigError.
+    Rows that no text ever used can be driven to zero by the target's weight decay.
     """
     norms_V = embedding_VD.float().norm(dim=1)
     row, median = float(norms_V[draft.mask_token_id]), float(norms_V.median())
@@ -67,8 +62,7 @@ def fresh_draft(config: DraftConfig, seed: int) -> DraftModel:
 
 
 def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Learner:
-    """Hand the draft, with the target's tables bound, and its optimizer to accelerate: devices, precision, processes.
-
+    """Hand the draft, bound to the target's tables, and its optimizer to accelerate: devices, precision, processes.
     Raises: ConfigError when the draft's architecture is not the run's.
     """
     differing = [name for name, value in draft.config if value != getattr(run.draft, name)]

@@ -39,9 +39,8 @@ class Learner:
 def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     """Take step ``step`` on this process's micro-batches; every process calls it with its own.
 
-    Losses are summed over processes and micro-steps and divided by denominators pooled over all of them beforehand,
-    so the gradient does not depend on how the sequences were split.
-
+    Losses are summed over processes and micro-steps and divided by denominators pooled over all of them beforehand, so
+    the gradient does not depend on how the sequences were split.
     Returns: this process's (numerator, denominator) pairs, detached, to be summed before dividing.
     Raises: TrainingError on every process when a loss or gradient is not finite; the optimizer has not moved then.
     """

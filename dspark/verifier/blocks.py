@@ -46,7 +46,6 @@ class Chain(NamedTuple):
 
 def num_splits(num_rows: int) -> int:
     """Into how many parts the latent rows are cut: of a block at least.
-
     At 9 tokens of 8 heads a part is two programs while it has 128 rows at most, which such a program holds, and three
     programs beyond: either fills 132 multiprocessors once.
     """

@@ -35,11 +35,10 @@ class VerifierCache:
 class Verifier:
     """One rank's engine over one sequence at a time.
 
-    Raises: ConfigError for a GPU before sm_90, room for no token, or tapped layers that are not there.
-
     With all its ``ranks`` it is a whole ``Target`` on each of them, and every rank makes every call, with the same
-    arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does.
-    Memory for ``capacity_tokens`` is allocated here; a longer sequence is refused.
+    arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does. Memory
+    for ``capacity_tokens`` is allocated here; a longer sequence is refused.
+    Raises: ConfigError for a GPU before sm_90, room for no token, or tapped layers that are not there.
     """
 
     def __init__(
@@ -81,9 +80,8 @@ class Verifier:
         device: torch.device | str = "cuda",
         ranks: Ranks = ALONE,
     ) -> Self:
-        """Plan, then read a rank's slices.
-
-        Raises: ConfigError when the memory is missing, before it is allocated; as ``load_weights``.
+        """Plan, then read a rank's slices. Raises: ConfigError before memory that is missing is allocated; as
+        ``load_weights``.
         """
         _check_device(torch.device(device))
         shard = Shard(ranks.rank, ranks.world_size)
@@ -115,7 +113,7 @@ class Verifier:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``dspark.types.Target``: every rank's part of the head, gathered. Of a rank alone its own V / world."""
+        """Every rank's part of the head, gathered. Of a rank alone its own V / world."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         rows = [
             projection.project(part_TD, self.weights.head_VD, self.buffers.counters, out_dtype=wide)
@@ -126,11 +124,9 @@ class Verifier:
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[VerifierCache, TargetOutput]:
-        """See ``dspark.types.Target``: one sequence, whose predecessor is forgotten.
-
-        Up to 16 tokens are a window; more are read by ``read_packed``, whose memory differs from that of windows by
-        roundings. Raises: ConfigError for several sequences, an empty one, one that exceeds the capacity, or ids that
-        are none of the target's; then the earlier one is still there.
+        """One sequence, whose predecessor is forgotten: up to 16 tokens as a window, more by ``read_packed``.
+        Raises: ConfigError for several sequences, an empty one, one that exceeds the capacity, or ids that are none of
+        the target's; then the earlier one is still there.
         """
         _check_single(len(ids))
         if ids[0].dim() != 1 or not len(ids[0]):
@@ -156,8 +152,7 @@ class Verifier:
 
     @torch.no_grad()
     def verify(self, ids_BT: torch.Tensor, cache: VerifierCache) -> TargetOutput:
-        """See ``dspark.types.Target``. Raises: ConfigError for more than 16 tokens, past the capacity, or wrong ids.
-
+        """Raises: ConfigError for more than 16 tokens, past the capacity, or wrong ids.
         Ids that lie on a GPU are taken as they are: looking at them would wait for it.
         """
         self.check_held(cache)
@@ -174,7 +169,6 @@ class Verifier:
 
     @torch.no_grad()
     def commit(self, cache: VerifierCache, counts_B: torch.Tensor) -> None:
-        """See ``dspark.types.Target``."""
         self.check_held(cache)
         counts, num_staged = counts_B.tolist(), 0 if self._staged is None else len(self._staged.hidden_TD)
         if len(counts) != 1 or not isinstance(counts[0], int) or not 0 <= counts[0] <= num_staged:

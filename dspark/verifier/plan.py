@@ -59,7 +59,6 @@ def make_plan(
     has_mtp: bool = False,
 ) -> Plan:
     """The plan of one rank with room for ``capacity_tokens``, and its prediction layer; allocates nothing.
-
     Raises: ConfigError as ``Shard`` and ``allocate_buffers``.
     """
     weights = allocate(config, shard, dtype, "meta")

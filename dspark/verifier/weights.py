@@ -46,7 +46,6 @@ class Shard:
 @dataclass(frozen=True)
 class Precision:
     """What weights are kept in: the ``working`` dtype; of router gates ("router") and "head" those named in float32.
-
     Raises: ConfigError for another name.
     """
 
@@ -152,7 +151,6 @@ class VerifierWeights:
 @dataclass(frozen=True)
 class MtpWeights:
     """What one rank holds of the target's multi-token prediction layer; embedding and head are the verifier's.
-
     eh_DC, the embedding's half first, is whole on every rank, as in vLLM and SGLang: its part alone would save a rank
     of four 20 MB of reading, which takes no longer than the sum over ranks that it would need.
     """
@@ -171,10 +169,7 @@ class MtpWeights:
 
 
 def allocate(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> VerifierWeights:
-    """Undefined memory for a rank's weights; on the meta device only their shapes.
-
-    Raises: ConfigError as ``Shard.check``.
-    """
+    """Undefined memory for a rank's weights; on the meta device only shapes. Raises: ConfigError as ``Shard.check``."""
     shard.check(config)
     precision = dtype if isinstance(dtype, Precision) else Precision(dtype)
     factory: dict[str, Any] = {"dtype": precision.working, "device": device}

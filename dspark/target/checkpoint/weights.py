@@ -19,14 +19,11 @@ _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", t
 
 
 class Checkpoint:
-    """The tensors of a model folder. Only headers are read until a tensor is asked for.
+    """The tensors of a model folder, safetensors files only. Only headers are read until a tensor is asked for.
 
-    ``names`` leaves out what the vendor's own loaders skip: ``rotary_emb.inv_freq`` and ``model.mtp*``
-    (specs/ling-3.0.md 2.7). Only safetensors files are read.
-
+    ``names`` leaves out what the vendor's own loaders skip (specs/ling-3.0.md 2.7).
     Raises: CheckpointError naming the file when there is none, when one is truncated or damaged (also the first tensor
-    that is cut off, or else that the index places there), when the index names a file outside the folder, or a tensor
-    that its file does not hold.
+    that is cut off, or that the index places there), or when the index leads out of the folder or is wrong.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -53,7 +50,6 @@ class Checkpoint:
 
     def check(self, expected: Mapping[str, TensorSpec]) -> None:
         """Compare names, shapes and dtypes with what the model needs, before a byte of data is read.
-
         Raises: CheckpointError listing the missing, the unexpected and the wrong tensors.
         """
         names = set(self.names)
@@ -71,17 +67,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: not the weights that its config.json describes: {shown}")
 
     def get(self, name: str) -> torch.Tensor:
-        """The whole tensor, in the dtype it is stored in.
-
-        Raises: CheckpointError when the folder does not hold it.
-        """
+        """The whole tensor, in the dtype it is stored in. Raises: CheckpointError when the folder does not hold it."""
         self._require(name)
         tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
         return tensor
 
     def get_slice(self, name: str, dim: int, rank: int, world_size: int) -> torch.Tensor:
         """The ``rank``-th of ``world_size`` equal parts along ``dim`` (0 or 1); only these bytes are read for dim 0.
-
         Raises: CheckpointError when the folder does not hold the tensor or the ranks do not divide it.
         """
         self._require(name)
@@ -108,10 +100,8 @@ def save_checkpoint(
 ) -> None:
     """Write (name, tensor) pairs as one safetensors file, or as shards with an index when they exceed a shard.
 
-    Each file is written beside its place, flushed and renamed; the index comes last, so that an interrupted call
-    leaves nothing that ``Checkpoint`` would read. Each shard holds at least one tensor.
-
-    Raises: CheckpointError when the folder already holds weights.
+    Each file is written beside its place, flushed and renamed; the index comes last, so that an interrupted call leaves
+    nothing that ``Checkpoint`` would read. Raises: CheckpointError when the folder already holds weights.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

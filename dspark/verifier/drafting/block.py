@@ -24,7 +24,6 @@ class BlockDrafter:
     Keys and values of all positions lie in one memory. An update writes every row of its window, also those of refused
     tokens: they lie behind the committed rows, and nothing reads a row there before it is written again, since a block
     writes its K rows from the length on and reads none behind them, and the next update begins at the length too.
-
     Raises: DraftMismatchError for a draft of another target, or of blocks that the verifier has no window for.
     """
 
@@ -76,7 +75,6 @@ class BlockDrafter:
             self._write(layer, layer_rows_TC, start_1, 0, run)
 
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
-        """See ``Drafter``."""
         verifier, run = self.verifier, named("Draft", call, is_chained=self.verifier.is_chained)
         head_VD, counters = verifier.weights.head_VD, verifier.buffers.counters
         call("Draft ids", self._ids_K[:1].copy_, verifier.ids_T[:1])

@@ -26,7 +26,6 @@ Slot = tuple[torch.Tensor, torch.cuda.Event | None]
 
 class CycleOutput(NamedTuple):
     """What a cycle drafted and committed.
-
     result_N is what the host reads, int64: how many tokens of the window were committed, the id after them, then all
     drafts, of which the first count - 1 were accepted.
     """
@@ -42,7 +41,6 @@ class Cycle(Resident[CycleOutput]):
     the parts. All state lies on the device: a cycle is enqueued before the result of the one before is known. A
     temperature of 0 is greedy; above, drafts and target are drawn at it, from ``generator`` (of the verifier's device,
     of one seed on all ranks) or the device's own.
-
     Raises: ConfigError for another temperature, or drawing on several ranks without a generator; DraftMismatchError for
     a drafter that was made for another verifier.
     """
@@ -69,7 +67,6 @@ class Cycle(Resident[CycleOutput]):
 
     @torch.no_grad()
     def take(self, call: Caller = call) -> CycleOutput:
-        """The cycle itself, kernel by kernel."""
         drafts = self.draft(call)
         window, count_1, next_id_1 = self.verify(drafts, call)
         start_1 = call("Start", self.verifier.buffers.length_1.clone)
@@ -94,8 +91,6 @@ class Cycle(Resident[CycleOutput]):
         self, prompt_ids_T: torch.Tensor, max_new_tokens: int, stop_ids: Collection[int] = ()
     ) -> Iterator[int]:
         """The text after a prompt (int64, at least one id) up to a stop token, which belongs to it, token by token.
-
-        What a cycle committed beyond the end is left out.
         Raises: ConfigError when prompt, text and two windows exceed the capacity: so no cycle can run out of memory.
         """
         needed = len(prompt_ids_T) + max_new_tokens + 2 * self.num_tokens
@@ -109,7 +104,6 @@ class Cycle(Resident[CycleOutput]):
 
     def rounds(self, prompt_ids_T: torch.Tensor) -> Iterator[list[int]]:
         """The prefill's new id, then every cycle's new ids, without end; the next cycle is enqueued before each.
-
         Raises: ValueError once another text has taken this one's place.
         """
         self.begin(prompt_ids_T)
@@ -122,7 +116,6 @@ class Cycle(Resident[CycleOutput]):
     @torch.no_grad()
     def begin(self, prompt_ids_T: torch.Tensor) -> None:
         """Prefill both models and choose the first id. An earlier sequence is forgotten.
-
         Raises: ConfigError as ``Verifier.prefill``; CheckpointError where the target's logits are no numbers.
         """
         verifier, num_prompt = self.verifier, len(prompt_ids_T)
@@ -149,7 +142,6 @@ class Cycle(Resident[CycleOutput]):
 
     def enqueue(self) -> None:
         """Start a cycle, after ``begin`` and with at most one result not received.
-
         Raises: ConfigError when the sequence outgrows the memory; ValueError out of turn.
         """
         self.verifier.check_held(self._cache)

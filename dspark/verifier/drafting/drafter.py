@@ -11,9 +11,8 @@ from dspark.verifier.window import Window
 
 
 class Sampler(NamedTuple):
-    """How tokens are drawn: 1 / temperature ([1], float32 or better, on the device), and where chance comes from.
-
-    None is the device's own generator. All ranks must draw the same numbers.
+    """How tokens are drawn: 1 / temperature ([1], float32 or better, on the device), and where chance comes from (None:
+    the device's own generator). All ranks must draw the same numbers.
     """
 
     inverse_temperature_1: torch.Tensor
@@ -21,10 +20,8 @@ class Sampler(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What a draft says beside its ids.
-
-    Shapes: logits_KV float32 or better, those of the whole vocabulary that the ids were drawn from (None if greedy);
-    confidence_K as ``ConfidenceHead`` (None without).
+    """What a draft says beside its ids: logits_KV float32 or better, those of the whole vocabulary that the ids were
+    drawn from (None if greedy); confidence_K as ``ConfidenceHead`` (None without).
     """
 
     logits_KV: torch.Tensor | None
@@ -33,7 +30,6 @@ class Drafts(NamedTuple):
 
 class Drafter(Protocol):
     """Drafts ``num_drafts`` tokens after the anchor, in memory that stays where it is, never waiting for the device.
-
     Its context holds the verifier's committed positions; the anchor comes after them, at the verifier's length_1.
     """
 
@@ -46,7 +42,6 @@ class Drafter(Protocol):
 
     def update(self, window: Window, start_1: torch.Tensor, count_1: torch.Tensor, call: Caller) -> None:
         """Take in the first count_1 of a window's 1..16 tokens, committed at positions from start_1 on (int64 both).
-
         ids_T holds the id after the committed tokens, then the window's tokens from its second on: the id that follows
         row t is ids_T[t + 1], and ids_T[0] for the last committed row.
         """
@@ -57,7 +52,6 @@ def gumbel_noise(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None, like: torch.Tensor
 ) -> torch.Tensor:
     """Gumbel noise on the device of ``like``, the same on all ranks when it is that of the whole vocabulary.
-
     In float64, because what an unlikely token needs is in a uniform's last bits, of which float32 has too few.
     """
     noise = torch.empty(shape, dtype=torch.float64, device=like.device)

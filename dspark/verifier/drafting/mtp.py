@@ -28,7 +28,6 @@ class MtpDrafter:
     hidden_JD holds the rows' hidden states at their positions modulo 32: a window's never take the place of the one
     before it, so a cycle can be run again from the same length. No row behind the committed ones is read before it is
     written again.
-
     Raises: DraftMismatchError for a layer of another target or rank, or more drafts than a window holds.
     Source: specs/ling-3.0.md section 7; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
     """
@@ -57,7 +56,6 @@ class MtpDrafter:
         call("Update hidden", self.hidden_JD.index_copy_, 0, places_T, hidden_TD)
 
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
-        """See ``Drafter``."""
         verifier, weights, num_drafts = self.verifier, self.verifier.weights, self.num_drafts
         counters, length_1 = verifier.buffers.counters, verifier.buffers.length_1
         run = named("Draft", call, is_chained=verifier.is_chained)

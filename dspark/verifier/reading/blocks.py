@@ -21,7 +21,6 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 class Rows(NamedTuple):
     """How the rows of a pass lie: their chunks, the cosine and sine of their positions, and the model's config.
-
     ``start`` tokens of the only sequence were read before; 0 for several sequences.
     """
 
@@ -35,7 +34,6 @@ def linear_attention(
     x_ND: torch.Tensor, weights: LinearWeights, index: int, rows: Rows, memory: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """Linear attention layer ``index`` (counting these layers only); brings ``memory`` on, in place.
-
     Shapes: memory state_BHEF and history_BWC; the history of several sequences is read but not kept.
     """
     state_BHEF, history_BWC = memory
@@ -63,7 +61,6 @@ def latent_attention(
     x_ND: torch.Tensor, weights: LatentWeights, rows: Rows, kept_JC: torch.Tensor | None
 ) -> torch.Tensor:
     """A latent attention layer in its plain form. Rows of one sequence are kept in ``kept_JC`` behind the first start.
-
     Keys and values of the tokens before are expanded again from the kept rows.
     """
     config, projected_NC = rows.config, functional.linear(x_ND, weights.in_CD)

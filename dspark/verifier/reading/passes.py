@@ -30,9 +30,7 @@ def read_packed(
 
     With ``buffers``, of the one sequence that they hold ``start`` tokens of: it is read on and its states, history,
     latent rows and length are brought on. They differ from those of reading it window by window, and a row from that of
-    another packing, by roundings only: sums of products are taken in another order. ``ranks`` add their partial
-    sums; a rank alone adds its own only.
-
+    another packing, by roundings only. ``ranks`` add their partial sums; a rank alone adds its own only.
     Raises: ConfigError when the memory for the intermediates is missing or ids are none of the target's; ValueError for
     an empty sequence, several sequences with buffers, or a start that those have no room for.
     """
