@@ -109,10 +109,9 @@ def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
     """A new draft, or the one to start from, bound to the target's tables, with the record checked against both."""
     config_json(run.draft, folder_fields(run))  # what the export would refuse is refused before training
     target = locate_target(run.target.path)
-    if run.draft.num_target_layers != (num_layers := target_facts(target).num_layers):
-        raise DraftMismatchError(
-            f"draft.num_target_layers is {run.draft.num_target_layers}, the target {target} has {num_layers}; mend it"
-        )
+    ours, its = run.draft.num_target_layers, target_facts(target).num_layers
+    if ours != its:
+        raise DraftMismatchError(f"draft.num_target_layers is {ours}, the target {target} has {its}; mend it")
     check_record(reader.manifest, run.draft, target_fingerprint(target))
     embedding_VD, head_VD = (table_VD.to(getattr(torch, run.target.dtype)) for table_VD in load_tables(target))
     check_mask_row(embedding_VD, run.draft)

@@ -95,18 +95,14 @@ class DraftConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        ids = self.target_layer_ids
-        if not ids or list(ids) != sorted(set(ids)) or ids[-1] > self.num_target_layers - 2:
-            raise ValueError(
-                f"target_layer_ids must be strictly increasing in 0..{self.num_target_layers - 2}, got {list(ids)}"
-            )
+        ids, last = self.target_layer_ids, self.num_target_layers - 2
+        if not ids or list(ids) != sorted(set(ids)) or ids[-1] > last:
+            raise ValueError(f"target_layer_ids must be strictly increasing in 0..{last}, got {list(ids)}")
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id must be below vocab_size {self.vocab_size}, got {self.mask_token_id}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
-            )
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {groups}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         return self
@@ -182,16 +178,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.record.max_tokens > self.draft.max_position_embeddings:
-            raise ValueError(
-                f"record.max_tokens must be at most draft.max_position_embeddings "
-                f"{self.draft.max_position_embeddings}, got {self.record.max_tokens}"
-            )
-        if self.objective.confidence and not self.draft.enable_confidence_head:
-            raise ValueError(
-                f"objective.confidence is {self.objective.confidence:g} but draft.enable_confidence_head is false; "
-                f"set one of them to fit the other"
-            )
+        longest, most = self.record.max_tokens, self.draft.max_position_embeddings
+        if longest > most:
+            raise ValueError(f"record.max_tokens must be at most draft.max_position_embeddings {most}, got {longest}")
+        weight = self.objective.confidence
+        if weight and not self.draft.enable_confidence_head:
+            raise ValueError(f"objective.confidence is {weight:g} but draft.enable_confidence_head is false; mend one")
         return self
 
 
@@ -201,9 +193,7 @@ def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(
-            f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give a run: configs/nano.yaml ..."
-        )
+        raise ConfigError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give configs/nano.yaml ...")
     try:
         tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

@@ -119,9 +119,7 @@ def read_header(path: Path) -> ResponsesHeader:
     try:
         return ResponsesHeader.model_validate_json(sidecar.read_bytes())
     except ValidationError as error:
-        raise RecordError(
-            f"{sidecar}: {describe_validation(error)}; delete both files and run dspark prepare"
-        ) from error
+        raise RecordError(f"{sidecar}: {describe_validation(error)}; delete it and the responses") from error
 
 
 def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
@@ -135,10 +133,9 @@ def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
         loss_mask_T = torch.arange(len(ids_T)) >= len(row.prompt_ids)
         encoded.append(Encoded(ids_T, loss_mask_T, f"{path}:{number}"))
         prompts.append(torch.tensor(row.prompt_ids))
-    if len(encoded) != header.num_prompts:
-        raise RecordError(
-            f"{path}: found {len(encoded)} responses, expected {header.num_prompts}; run dspark prepare again to finish"
-        )
+    num = header.num_prompts
+    if len(encoded) != num:
+        raise RecordError(f"{path}: found {len(encoded)} responses, expected {num}; run dspark prepare again to finish")
     if digest(prompts) != header.prompts_sha256:
         raise RecordError(
             f"{path}: its prompt_ids are not those that {header_path(path).name} was written for; it "
@@ -201,13 +198,10 @@ def _keep_whole_batches(path: Path, batch_size: int, num_prompts: int) -> int:
     whole = [line for line in _lines(path) if line.endswith(b"\n")]
     for number, line in enumerate(whole, 1):
         _parse(path, number, line)
-    lengths = [len(line) for line in whole]
-    if len(lengths) > num_prompts:
-        raise RecordError(
-            f"{path}: found {len(lengths)} rows for {num_prompts} prompts; delete the file to start again"
-        )
-    num_kept = num_prompts if len(lengths) == num_prompts else len(lengths) // batch_size * batch_size
-    os.truncate(path, sum(lengths[:num_kept]))
+    if len(whole) > num_prompts:
+        raise RecordError(f"{path}: found {len(whole)} rows for {num_prompts} prompts; delete the file to start again")
+    num_kept = num_prompts if len(whole) == num_prompts else len(whole) // batch_size * batch_size
+    os.truncate(path, sum(map(len, whole[:num_kept])))
     return num_kept
 
 

@@ -75,9 +75,7 @@ def speculate(
             f"{list(target.target_layer_ids)}; load the target with the draft's target_layer_ids"
         )
     if confidence_threshold > 0 and not draft.config.enable_confidence_head:
-        raise DraftMismatchError(
-            f"confidence_threshold {confidence_threshold} needs a draft with a confidence head; use 0 for this draft"
-        )
+        raise DraftMismatchError(f"confidence_threshold {confidence_threshold} needs a confidence head; use 0")
     cache, output = target.prefill([prompt_ids_T])
     ids = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
     taps_TLD = output.taps_NLD

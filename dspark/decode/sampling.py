@@ -72,9 +72,7 @@ def sample(logits_NV: torch.Tensor, sampling: Sampling, uniforms_N: Sequence[flo
     Shapes: logits_NV float32 or float64. Returns ids_N int64. Raises: CheckpointError for logits that are no numbers.
     """
     if bool(logits_NV.isnan().any()):
-        raise CheckpointError(
-            "the target's logits are not finite numbers; check its weights, or set target.dtype to float32"
-        )
+        raise CheckpointError("the target's logits are not finite; check its weights, or set target.dtype to float32")
     if sampling.is_greedy:
         return logits_NV.argmax(-1)
     return draw(token_probs(logits_NV, sampling), uniforms_N)

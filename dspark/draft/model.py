@@ -70,10 +70,8 @@ class DraftModel(nn.Module):
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name, table_VD in (("embedding", embedding_VD), ("head", head_VD)):
             if tuple(table_VD.shape) != expected:
-                raise DraftMismatchError(
-                    f"the target's {name} is {list(table_VD.shape)}, but the draft's vocab_size and hidden_size "
-                    f"make it {list(expected)}; use the draft's own target, or correct these two draft fields"
-                )
+                found = f"the target's {name} is {list(table_VD.shape)}"
+                raise DraftMismatchError(f"{found}, the draft's must be {list(expected)}; use the draft's own target")
         self.embedding_VD, self.head_VD = embedding_VD.detach(), head_VD.detach()
 
     def context(self, taps_BTLD: Tensor) -> Tensor:

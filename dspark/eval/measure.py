@@ -76,10 +76,7 @@ def decode_prompts(
         texts.append(DecodedText(ids_T, rounds, seconds, is_looping(ids_T.tolist())))
         on_text()
     if draft is not None and not any(text.rounds for text in texts):
-        raise PromptError(
-            f"all {len(prompts)} texts stopped at their first token, so the draft was never asked; "
-            "use prompts that the target answers"
-        )
+        raise PromptError(f"all {len(prompts)} texts stopped at their first token; use prompts that the target answers")
     return tuple(texts)
 
 

@@ -100,6 +100,4 @@ def _fill(name: str, definition: TaskDefinition, row: Mapping[str, Any]) -> str:
     try:
         return (definition.prompt or "{prompt}").format(**row).strip()
     except (KeyError, IndexError) as error:
-        raise PromptError(
-            f"task {name}: a row of {definition.source} has no {error}; its fields are {', '.join(row)}"
-        ) from error
+        raise PromptError(f"task {name}: a row of the data has no {error}; its fields are {', '.join(row)}") from error

@@ -63,11 +63,9 @@ def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
     Raises: ConfigError when the mask token is the target's end or padding token: a slot could not tell it from a real
     one.
     """
-    if config.mask_token_id in (fields.eos_token_id, fields.pad_token_id):
-        raise ConfigError(
-            f"draft.mask_token_id {config.mask_token_id} is the target's end or padding token; "
-            "choose an id that no text uses"
-        )
+    mask = config.mask_token_id
+    if mask in (fields.eos_token_id, fields.pad_token_id):
+        raise ConfigError(f"draft.mask_token_id {mask} is the target's end or padding token; choose another id")
     tree: dict[str, Any] = {
         "architectures": [fields.architecture],
         "model_type": "qwen3",

@@ -96,9 +96,7 @@ def read_draft(
         if name in files:
             own_VD = _read(files[name], name, (vocab_size, hidden_size))
             if not torch.equal(own_VD, table_VD.detach().to("cpu", own_VD.dtype)):
-                raise DraftMismatchError(
-                    f"{files[name]}: {name} differs from the target's table; the draft belongs to another target"
-                )
+                raise DraftMismatchError(f"{files[name]}: {name} differs from the target's; use the draft's own target")
     with torch.device("meta"):
         draft = DraftModel(config)
     draft.load_state_dict(weights, assign=True)
@@ -129,9 +127,7 @@ def check_target(
         if value is not None and getattr(config, name) != value
     ]
     if wrong:
-        raise DraftMismatchError(
-            f"{folder}: this draft belongs to another target: {'; '.join(wrong)}; use a draft trained for this target"
-        )
+        raise DraftMismatchError(f"{folder}: this draft belongs to another target: {'; '.join(wrong)}; use its own")
     trained_for = _read_provenance(folder).get("target_fingerprint", fingerprint)
     if fingerprint is not None and trained_for != fingerprint:
         raise DraftMismatchError(
@@ -143,14 +139,9 @@ def check_target(
 
 def _check_sha256(folder: Path) -> None:
     """A provenance.json with a sum makes flipped bits visible; drafts of other trainers have none."""
-    expected = _read_provenance(folder).get("weights_sha256")
-    if expected is None:
-        return
-    found = file_sha256(folder / WEIGHTS)
-    if expected != found:
-        raise CheckpointError(
-            f"{folder / WEIGHTS}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; copy or export it again"
-        )
+    path, expected = folder / WEIGHTS, _read_provenance(folder).get("weights_sha256")
+    if expected is not None and expected != (found := file_sha256(path)):
+        raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; export it again")
 
 
 def _read_provenance(folder: Path) -> dict[str, Any]:

@@ -123,6 +123,4 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise RecordError(
-            f"{path}: {describe_validation(error)}; restore the file, or delete the folder and run dspark record again"
-        ) from error
+        raise RecordError(f"{path}: {describe_validation(error)}; restore it, or run dspark record again") from error

@@ -116,9 +116,7 @@ class RecordReader:
         if not wrong and not _is_rising_to(file.get_tensor("offsets_S1").tolist(), entry.num_tokens):
             wrong = [f"offsets_S1 do not rise from 0 to {entry.num_tokens}"]
         if wrong:
-            raise RecordError(
-                f"{path}: not what the manifest says: {'; '.join(wrong)}; delete the record and record again"
-            )
+            raise RecordError(f"{path}: not what the manifest says: {'; '.join(wrong)}; delete it, run dspark record")
 
     def _open(self, number: int) -> _Shard:
         entry = self.manifest.shards[number]

@@ -130,11 +130,9 @@ class LingCache:
         """Make the first counts_B[b] staged tokens of sequence b permanent and drop the rest.
         Raises: ValueError for counts outside 0..T or of the wrong number, T being 0 when nothing is staged.
         """
-        counts = counts_B.tolist()
-        if len(counts) != len(self.lengths) or not all(0 <= count <= self.num_staged for count in counts):
-            raise ValueError(
-                f"expected {len(self.lengths)} counts in 0..{self.num_staged} (the staged tokens), got {counts}"
-            )
+        counts, expected = counts_B.tolist(), len(self.lengths)
+        if len(counts) != expected or not all(0 <= count <= self.num_staged for count in counts):
+            raise ValueError(f"expected {expected} counts in 0..{self.num_staged} (the staged tokens), got {counts}")
         if self._stages and any(counts):
             self._commit_linear(counts_B.to(self.rows_MBJC.device), is_whole=min(counts) == self.num_staged)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

@@ -81,18 +81,14 @@ class TargetConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
-            raise ValueError(
-                f"n_group must divide num_experts {self.num_experts} into groups of at least 2, got {self.n_group}"
-            )
-        if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group must be at most n_group {self.n_group}, got {self.topk_group}")
-        eligible = self.topk_group * (self.num_experts // self.n_group)
-        if self.num_experts_per_tok > eligible:
-            raise ValueError(
-                f"num_experts_per_tok must be at most the {eligible} experts of topk_group groups, "
-                f"got {self.num_experts_per_tok}"
-            )
+        experts, groups, chosen = self.num_experts, self.n_group, self.num_experts_per_tok
+        if experts % groups or experts < 2 * groups:
+            raise ValueError(f"n_group must divide num_experts {experts} into groups of at least 2, got {groups}")
+        if self.topk_group > groups:
+            raise ValueError(f"topk_group must be at most n_group {groups}, got {self.topk_group}")
+        eligible = self.topk_group * (experts // groups)
+        if chosen > eligible:
+            raise ValueError(f"num_experts_per_tok must be at most {eligible}, as topk_group implies, got {chosen}")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         return self
@@ -138,10 +134,7 @@ def parse_target_config(values: Mapping[str, Any], place: str = "config.json") -
     """
     architectures = values.get("architectures")
     if architectures != [LING_ARCHITECTURE]:
-        raise ConfigError(
-            f"{place}: architectures must be [{LING_ARCHITECTURE!r}], got {architectures!r} "
-            f"(model_type {values.get('model_type')!r} also names other networks)"
-        )
+        raise ConfigError(f"{place}: architectures must be [{LING_ARCHITECTURE!r}], got {architectures!r}")
     for key, allowed in _ONLY_VALUE.items():
         if key in values and values[key] not in allowed and not _is_same_as_heads(key, values):
             raise ConfigError(f"{place}: {key} must be {allowed[0]!r}, got {values[key]!r}; no other law is computed")

@@ -127,12 +127,10 @@ def load_tables(name_or_folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]
     embedding_VD = checkpoint.get(name)
     is_tied = read_config_json(folder).get("tie_word_embeddings", _HEAD_NAME not in checkpoint.names)
     head_VD = embedding_VD if is_tied else checkpoint.get(_HEAD_NAME)
-    expected = (facts.vocab_size, facts.hidden_size)
+    expected = [facts.vocab_size, facts.hidden_size]
     for table, found in ((name, embedding_VD), (_HEAD_NAME, head_VD)):
-        if found.shape != expected:
-            raise CheckpointError(
-                f"{folder}: {table} must be {list(expected)} by config.json, found {list(found.shape)}"
-            )
+        if list(found.shape) != expected:
+            raise CheckpointError(f"{folder}: {table} must be {expected} by config.json, found {list(found.shape)}")
     return embedding_VD, head_VD
 
 

@@ -206,9 +206,8 @@ class LingModel(nn.Module):
         for name, place in self._places():
             tensor = get(name)
             if tensor.shape != place.shape:
-                raise CheckpointError(
-                    f"{name}: expected shape {list(place.shape)} as config.json implies, found {list(tensor.shape)}"
-                )
+                expected = f"expected shape {list(place.shape)} as config.json implies"
+                raise CheckpointError(f"{name}: {expected}, found {list(tensor.shape)}")
             place.copy_(tensor)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -42,15 +42,14 @@ def stop_token_ids(folder: Path | str) -> tuple[int, ...]:
     """
     folder = Path(folder)
     values = read_config_json(folder)
+    vocab_size = values.get("vocab_size", 0)
     generation = folder / "generation_config.json"
     stated: Any = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if stated is None:
         stated = values.get("eos_token_id")
     ids = tuple(stated) if isinstance(stated, list) else (stated,)
-    if not ids or not all(type(token) is int and 0 <= token < values.get("vocab_size", 0) for token in ids):
-        raise ConfigError(
-            f"{folder}: eos_token_id must be ids below vocab_size {values.get('vocab_size')}, got {stated!r}"
-        )
+    if not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise ConfigError(f"{folder}: eos_token_id must be ids below vocab_size {vocab_size}, got {stated!r}")
     return ids
 
 

@@ -85,11 +85,9 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
     own = {name: tuple(parameter.shape) for name, parameter in draft.named_parameters()}
     saved = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     if own != saved:
-        differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-        raise CheckpointError(
-            f"{place}: made for another draft; {differing[0]} is {saved.get(differing[0])}, "
-            f"the run's is {own.get(differing[0])}"
-        )
+        wrong = min(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        there, here = saved.get(wrong), own.get(wrong)
+        raise CheckpointError(f"{place}: made for another draft; {wrong} is {there}, the run's is {here}")
     progress = Progress(int(state["step"]), int(state["sequences_seen"]))
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -147,11 +145,9 @@ def _read_state(place: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         seal = state.pop("seal")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: damaged ({error!r}); delete {place} to resume from the checkpoint before"
-        ) from error
+        raise CheckpointError(f"{path}: damaged ({error!r}); delete {place}, then resume") from error
     if seal != _seal(state):
-        raise CheckpointError(f"{path}: was altered; delete {place} to resume from the checkpoint before")
+        raise CheckpointError(f"{path}: was altered; delete {place}, then resume")
     return state
 
 
@@ -159,10 +155,7 @@ def _read_tensors(place: Path, name: str, state: dict[str, Any]) -> dict[str, Te
     path, expected = place / name, state["sha256"][name]
     found = file_sha256(path) if path.is_file() else "no file"
     if found != expected:
-        raise CheckpointError(
-            f"{path}: damaged; sha256 {expected} expected, {found} found; "
-            f"delete {place} to resume from the checkpoint before"
-        )
+        raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected}; delete {place}, then resume")
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except SafetensorError as error:

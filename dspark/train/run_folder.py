@@ -29,9 +29,7 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
             raise ConfigError(f"{folder}: not empty and holds no run; choose another train.folder")
         return
     if not is_resumed:
-        raise ConfigError(
-            f"{folder}: holds a run already; pass --resume to go on with it, or choose another train.folder"
-        )
+        raise ConfigError(f"{folder}: holds a run already; pass --resume to go on, or choose another train.folder")
     for place in checkpoints(folder / "checkpoints")[-1:]:
         if int(place.name.removeprefix("step-")) > run.train.steps:
             raise ConfigError(f"{place}: has done more than train.steps {run.train.steps}; raise train.steps to go on")
@@ -40,10 +38,7 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
     pairs[RECORD] = (_recorded(folder / PROVENANCE), launch[RECORD])
     for name, (there, here) in pairs.items():
         if there != here:
-            raise ConfigError(
-                f"{path}: {name} is {there} there and {here} now; a resumed run keeps it, "
-                f"so choose another train.folder for a new run"
-            )
+            raise ConfigError(f"{path}: {name} is {there} there and {here} now; choose another train.folder")
 
 
 def _recorded(path: Path) -> str:
@@ -51,9 +46,7 @@ def _recorded(path: Path) -> str:
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))[-1][RECORD])
     except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: expected a list of launches with {RECORD} ({error!r}); restore it, or choose another train.folder"
-        ) from error
+        raise ConfigError(f"{path}: expected a list of launches ({error!r}); choose another train.folder") from error
 
 
 def write_run_folder(run: RunConfig, launch: dict[str, Any]) -> None:

@@ -25,9 +25,7 @@ def check_record(manifest: Manifest, draft: DraftConfig, target_fingerprint: str
     for name in ("target_layer_ids", "hidden_size", "vocab_size"):
         recorded, wanted = getattr(manifest, name), getattr(draft, name)
         if recorded != wanted:
-            raise RecordError(
-                f"the record holds {name} {recorded}, the run's draft.{name} is {wanted}; record again or mend it"
-            )
+            raise RecordError(f"the record holds {name} {recorded}, the run's draft.{name} is {wanted}; record again")
 
 
 def bias_note(manifest: Manifest, objective: ObjectiveSection) -> str:
@@ -67,10 +65,9 @@ def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Lear
     """
     differing = [name for name, value in draft.config if value != getattr(run.draft, name)]
     if differing:
-        raise ConfigError(
-            f"train.init_from {run.train.init_from}: {differing[0]} is {getattr(draft.config, differing[0])} there "
-            f"and {getattr(run.draft, differing[0])} in the run"
-        )
+        name, source = differing[0], f"train.init_from {run.train.init_from}"
+        there, here = getattr(draft.config, name), getattr(run.draft, name)
+        raise ConfigError(f"{source}: {name} is {there} there and {here} in the run")
     draft.train().requires_grad_(True)
     wrapped, optimizer = accelerator.prepare(draft, adamw(draft, run.train))
     return Learner(accelerator, draft, wrapped, optimizer, run)

@@ -210,12 +210,11 @@ class Verifier:
         self._check_capacity(self.most_tokens, num_tokens)
         self.ranks.begin_step()
 
-    def _check_capacity(self, held_tokens: int, num_tokens: int) -> None:
+    def _check_capacity(self, held: int, num_tokens: int) -> None:
         capacity = self.buffers.capacity_tokens
-        if held_tokens + num_tokens > capacity:
+        if held + num_tokens > capacity:
             raise ConfigError(
-                f"the verifier has room for {capacity} tokens and holds {held_tokens}: {num_tokens} more do not fit; "
-                f"give it a larger capacity"
+                f"the verifier has room for {capacity} tokens and holds {held}: {num_tokens} more do not fit"
             )
 
     def check_held(self, cache: VerifierCache) -> None:
@@ -228,9 +227,7 @@ def _check_device(device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("the verifier was asked onto a GPU, and torch finds none on this machine; use device cpu")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        raise ConfigError(
-            f"the verifier's kernels need compute capability 9.0, found {torch.cuda.get_device_name(device)}"
-        )
+        raise ConfigError(f"the kernels need compute capability 9.0, found {torch.cuda.get_device_name(device)}")
 
 
 def _check_single(num_sequences: int) -> None:

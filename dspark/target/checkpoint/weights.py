@@ -37,9 +37,8 @@ class Checkpoint:
             self._file_of = {name: file for file, names in held.items() for name in sorted(names)}
         for name, file in self._file_of.items():
             if name not in held[file]:
-                raise CheckpointError(
-                    f"{self.folder / INDEX_FILE}: places {name} in {file.name}, which does not hold it"
-                )
+                index = self.folder / INDEX_FILE
+                raise CheckpointError(f"{index}: places {name} in {file.name}, which does not hold it")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,11 +77,10 @@ class Checkpoint:
         """
         self._require(name)
         stored = self._slice(name)
-        size = stored.get_shape()[dim]
+        shape = stored.get_shape()
+        size = shape[dim]
         if size % world_size:
-            raise CheckpointError(
-                f"{name}: dimension {dim} of {stored.get_shape()} does not divide by {world_size} ranks"
-            )
+            raise CheckpointError(f"{name}: dimension {dim} of {shape} does not divide by {world_size} ranks")
         part = slice(rank * size // world_size, (rank + 1) * size // world_size)
         tensor: torch.Tensor = stored[part] if dim == 0 else stored[:, part]
         return tensor.contiguous()
@@ -135,16 +133,12 @@ def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
     if not index.is_file():
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         found = f"found {', '.join(pickled)}, which could run code when read" if pickled else "found neither"
-        raise CheckpointError(
-            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; {found}. Convert or download the safetensors files"
-        )
+        raise CheckpointError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; {found}. Convert the weights")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         placed = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index}: expected a JSON object with a weight_map of names to files: {error!r}"
-        ) from error
+        raise CheckpointError(f"{index}: expected a JSON object with a weight_map to files: {error!r}") from error
     for file in placed.values():
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index}: names {file!r}; expected safetensors files inside the folder")

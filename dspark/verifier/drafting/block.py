@@ -37,10 +37,8 @@ class BlockDrafter:
                 f"make the verifier of the draft's target and its tapped layers"
             )
         if not 1 <= num_drafts <= config.block_size < MAX_TOKENS:
-            raise DraftMismatchError(
-                f"a cycle drafts 1 to block_size tokens, which is at most {MAX_TOKENS - 1}; "
-                f"found {num_drafts} of block_size {config.block_size}"
-            )
+            most = f"a cycle drafts 1 to block_size tokens, which is at most {MAX_TOKENS - 1}"
+            raise DraftMismatchError(f"{most}; found {num_drafts} of block_size {config.block_size}")
         if (weights.shard, weights.norm_D.dtype) != (verifier.weights.shard, dtype):
             raise DraftMismatchError(
                 f"the draft is {weights.norm_D.dtype} of {weights.shard}, the verifier {dtype} of "

@@ -51,9 +51,7 @@ class Cycle(Resident[CycleOutput]):
         if not 0 <= temperature < inf:
             raise ConfigError(f"a temperature is a number from 0 on, got {temperature}")
         if temperature >= GREEDY_TEMPERATURE and generator is None and verifier.ranks.world_size > 1:
-            raise ConfigError(
-                "several ranks draw the same tokens only from generators of one seed: give each of them one"
-            )
+            raise ConfigError("several ranks draw the same tokens only from generators of one seed: give them such")
         if drafter.verifier is not verifier:
             raise DraftMismatchError("this drafter was made for another verifier; make one for this")
         self.drafter, self._sampler, self._cache = drafter, None, VerifierCache(-1)
