@@ -101,7 +101,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
                 if is_main:
                     save_checkpoint(folder / "checkpoints", done, *state)
     if is_main:
-        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | origin_of(run, reader))
+        origin = {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
+        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | origin)
         show(f"wrote {folder / 'draft'}")
 
 
@@ -122,21 +123,11 @@ def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
     return draft
 
 
-def origin_of(run: RunConfig, reader: RecordReader) -> dict[str, str]:
-    """What an exported draft came from: the run's name and the fingerprint of its target."""
-    return {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
-
-
 def folder_fields(run: RunConfig) -> FolderFields:
     """What the exported config.json says beside the architecture."""
     facts = target_facts(run.target.path)
-    return FolderFields(
-        eos_token_id=facts.eos_token_id,
-        pad_token_id=facts.pad_token_id,
-        bos_token_id=facts.bos_token_id,
-        num_anchors=run.train.num_anchors,
-        architecture=architecture_for(facts.architecture),
-    )
+    ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
+    return FolderFields(*ids, run.train.num_anchors, architecture_for(facts.architecture))
 
 
 @contextmanager

@@ -73,26 +73,19 @@ def evaluate(
     model = load_target(folder, target_layer_ids=draft_config.target_layer_ids, dtype=tensor_dtype, device=device)
     drafter = read_draft(place, (model.embedding_VD, model.head_VD), dtype=tensor_dtype, device=device)
     measurements = _measure_all(model, drafter, prompts, plan, facts.stop_token_ids, seed)
-    report = EvalReport(
-        target={
-            "name": chosen.path,
-            "fingerprint": fingerprint,
-            "tokenizer_fingerprint": tokenizer_fingerprint(folder),
-            "template_fingerprint": template_fingerprint(tokenizer) if tokenizer.chat_template else None,
-            "dtype": chosen.dtype,
-        },
-        draft={
-            "name": str(place),
-            "fingerprint": draft_fingerprint(place),
-            "block_size": draft_config.block_size,
-            "verify_rows": draft_config.block_size + 1,
-            "sample_from_anchor": True,
-            "target_layer_ids": draft_config.target_layer_ids,
-        },
-        settings=plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device, "top_p": 1.0},
-        provenance=describe_launch(sys.argv),
-        measurements=measurements,
-    )
+    template = template_fingerprint(tokenizer) if tokenizer.chat_template else None
+    words = {"tokenizer_fingerprint": tokenizer_fingerprint(folder), "template_fingerprint": template}
+    of_target = {"name": chosen.path, "fingerprint": fingerprint} | words | {"dtype": chosen.dtype}
+    of_draft = {
+        "name": str(place),
+        "fingerprint": draft_fingerprint(place),
+        "block_size": draft_config.block_size,
+        "verify_rows": draft_config.block_size + 1,
+        "sample_from_anchor": True,
+        "target_layer_ids": draft_config.target_layer_ids,
+    }
+    settings = plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device, "top_p": 1.0}
+    report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), measurements)
     console = Console()
     console.print(*task_tables(report))
     if json is not None:

@@ -79,10 +79,5 @@ def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, in
 
 
 def _fields(facts: TargetFacts, architecture: Architecture | None, num_anchors: int) -> FolderFields:
-    return FolderFields(
-        eos_token_id=facts.eos_token_id,
-        pad_token_id=facts.pad_token_id,
-        bos_token_id=facts.bos_token_id,
-        num_anchors=num_anchors,
-        architecture=architecture or architecture_for(facts.architecture),
-    )
+    ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
+    return FolderFields(*ids, num_anchors, architecture or architecture_for(facts.architecture))

@@ -98,11 +98,8 @@ def read_answered(run: RunConfig, origin: dict[str, Any], is_leaving_out: bool) 
     header = read_header(path)
     same = ("target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "is_thinking")
     expected = {key: origin[key] for key in same} | {"temperature": run.data.temperature, "seed": run.seed}
-    wrong = [
-        f"{key} {getattr(header, key)!r} (now {value!r})"
-        for key, value in expected.items()
-        if getattr(header, key) != value
-    ]
+    made = header.model_dump()
+    wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
     if wrong:
         raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
 

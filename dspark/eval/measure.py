@@ -84,7 +84,7 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed:
     """Counts over all texts of a task; without a single round they count as decoded plainly."""
     rounds = [text.rounds for text in texts]
     sober = [text.rounds for text in texts if not text.is_looping and text.rounds]
-    speculated = any(rounds)
+    sober_length = acceptance_statistics(sober, seed).mean_acceptance_length if sober else None
     new_tokens = sum(len(text.ids_T) for text in texts)
     seconds = sum(text.seconds for text in texts)
     return Measurement(
@@ -95,10 +95,8 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed:
         seconds=seconds,
         tokens_per_second=new_tokens / seconds,
         looping_share=sum(text.is_looping for text in texts) / len(texts),
-        mean_acceptance_length_without_loops=acceptance_statistics(sober, seed).mean_acceptance_length
-        if sober
-        else None,
-        acceptance=acceptance_statistics(rounds, seed) if speculated else None,
+        mean_acceptance_length_without_loops=sober_length,
+        acceptance=acceptance_statistics(rounds, seed) if any(rounds) else None,
     )
 
 

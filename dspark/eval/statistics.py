@@ -44,7 +44,8 @@ def acceptance_statistics(
     rounds = [counts for prompt in rounds_by_prompt for counts in prompt]
     if not rounds:
         raise ValueError("no rounds to measure: every text ended before the draft was asked")
-    num_tokens = sum(counts.acceptance_length for counts in rounds)
+    tokens = [sum(counts.acceptance_length for counts in prompt) for prompt in rounds_by_prompt]
+    num_tokens = sum(tokens)
     uncut = [counts.acceptance_length for counts in rounds if not counts.is_cut]
     slots = range(max(counts.num_proposed for counts in rounds))
     accepted = [sum(counts.accepted_drafts > k for counts in rounds) for k in slots]
@@ -55,12 +56,7 @@ def acceptance_statistics(
         num_rounds=len(rounds),
         num_tokens=num_tokens,
         mean_acceptance_length=num_tokens / len(rounds),
-        interval=bootstrap_interval(
-            [sum(counts.acceptance_length for counts in prompt) for prompt in rounds_by_prompt],
-            [len(prompt) for prompt in rounds_by_prompt],
-            seed,
-            num_resamples,
-        ),
+        interval=bootstrap_interval(tokens, list(map(len, rounds_by_prompt)), seed, num_resamples),
         mean_acceptance_length_uncut=sum(uncut) / len(uncut) if uncut else None,
         mean_accepted_drafts=sum(counts.accepted_drafts for counts in rounds) / len(rounds),
         verify_rate=num_tokens / (sum(counts.num_proposed for counts in rounds) + len(rounds)),

@@ -51,12 +51,8 @@ def load_task(name: str, max_prompts: int | None = None, folder: Path = TASKS) -
         conversations = tuple(read_conversations((str(REPOSITORY / definition.source),), "train", limit))
     else:
         rows = _package_rows(name, definition) if definition.reads == "package" else _hub_rows(name, definition)
-        conversations = tuple(
-            Conversation(
-                messages=({"role": "user", "content": _fill(name, definition, row)},), source=name, index=index
-            )
-            for index, row in enumerate(islice(rows, limit), 1)
-        )
+        turns = ({"role": "user", "content": _fill(name, definition, row)} for row in islice(rows, limit))
+        conversations = tuple(Conversation(name, index, (turn,)) for index, turn in enumerate(turns, 1))
     if not conversations:
         raise PromptError(f"task {name}: {definition.source} holds no prompts")
     return conversations

@@ -12,29 +12,16 @@ from dspark.files import read_json
 
 Architecture = Literal["LingDSparkModel", "Qwen3DSparkModel"]
 READABLE_ARCHITECTURES = ("LingDSparkModel", "Qwen3DSparkModel", "DSparkDraftModel")
-FORBIDDEN_KEYS = (
-    "quantization_config",
-    "auto_map",
-    "num_nextn_predict_layers",
-    "partial_rotary_factor",
-    "rope_interleave",
-    "layer_group_size",
-    "speculators_model_type",
-)
+FORBIDDEN_KEYS: tuple[str, ...] = ("quantization_config", "auto_map", "num_nextn_predict_layers", "layer_group_size")
+FORBIDDEN_KEYS += ("partial_rotary_factor", "rope_interleave", "speculators_model_type")
 """Keys that make a runtime take the folder for something else (specs/dspark.md 2.6)."""
 _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen3",),
-    "sample_from_anchor": (True, None),
     "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "tie_word_embeddings": (False, None),
-    "use_sliding_window": (False, None),
-    "rope_scaling": (None,),
-    "rope_is_neox_style": (True, None),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-    "speculators_model_type": (None,),
-    "dflash_config": (None,),
+    **dict.fromkeys(("sample_from_anchor", "rope_is_neox_style"), (True, None)),
+    **dict.fromkeys(("attention_bias", "tie_word_embeddings", "use_sliding_window"), (False, None)),
+    **dict.fromkeys(("rope_scaling", "quantization_config", "speculators_model_type", "dflash_config"), (None,)),
 }
 """Keys of which only these values are computed; a missing key is the value None."""
 

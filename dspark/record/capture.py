@@ -77,21 +77,14 @@ def _shard(
         filled += len(rows)
         for _ in pack:
             on_sequence()
-    return {
-        "offsets_S1": offsets_S1,
-        "ids_N": ids_N.int(),
-        "loss_mask_N": loss_mask_N,
-        "taps_NLD": taps_NLD,
-        "last_hidden_MD": last_hidden_MD,
-        "label_logprobs_M": label_logprobs_M,
-    }
+    tensors = {"offsets_S1": offsets_S1, "ids_N": ids_N.int(), "loss_mask_N": loss_mask_N, "taps_NLD": taps_NLD}
+    return tensors | {"last_hidden_MD": last_hidden_MD, "label_logprobs_M": label_logprobs_M}
 
 
 def _label_logprobs(target: Target[Any], hidden_MD: torch.Tensor, labels_M: torch.Tensor) -> torch.Tensor:
+    pairs = zip(torch.split(hidden_MD, LOGIT_ROWS), torch.split(labels_M, LOGIT_ROWS), strict=True)
     parts = [
         torch.log_softmax(target.logits(hidden_ND), -1).gather(1, labels_N.to(hidden_ND.device)[:, None])[:, 0].cpu()
-        for hidden_ND, labels_N in zip(
-            torch.split(hidden_MD, LOGIT_ROWS), torch.split(labels_M, LOGIT_ROWS), strict=True
-        )
+        for hidden_ND, labels_N in pairs
     ]
     return torch.cat(parts).float()

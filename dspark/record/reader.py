@@ -98,14 +98,10 @@ class RecordReader:
     def _check_layout(self, path: Path, file: Any, entry: ShardEntry) -> None:
         """Refuse a shard whose tensors are not those that the manifest describes; the numbers are not looked at."""
         width, num_taps, dtype = self.manifest.hidden_size, len(self.manifest.target_layer_ids), self.manifest.dtype
-        expected = {
-            "offsets_S1": (entry.num_sequences + 1,),
-            "ids_N": (entry.num_tokens,),
-            "loss_mask_N": (entry.num_tokens,),
-            "taps_NLD": (entry.num_tokens, num_taps, width),
-            "last_hidden_MD": (entry.num_supervised, width),
-            "label_logprobs_M": (entry.num_supervised,),
-        }
+        tokens, states = entry.num_tokens, entry.num_supervised
+        expected: dict[str, tuple[int, ...]] = {"offsets_S1": (entry.num_sequences + 1,), "ids_N": (tokens,)}
+        expected |= {"loss_mask_N": (tokens,), "taps_NLD": (tokens, num_taps, width)}
+        expected |= {"last_hidden_MD": (states, width), "label_logprobs_M": (states,)}
         names = set(file.keys())
         found = {name: tuple(file.get_slice(name).get_shape()) if name in names else None for name in expected}
         wrong = [

@@ -59,11 +59,7 @@ def locate_target(name_or_folder: str | Path) -> Path:
     try:
         return Path(snapshot_download(repository, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
-        command = (
-            f"hf download {repository}"
-            if repository.count("/") == 1
-            else f"hf download {REPOSITORIES['ling-3.0-flash']}"
-        )
+        command = f"hf download {repository if repository.count('/') == 1 else REPOSITORIES['ling-3.0-flash']}"
         known = ", ".join((*REPOSITORIES, "ling-3.0-nano"))
         raise CheckpointError(
             f"{name}: no folder with a config.json, and not in the hub cache {constants.HF_HUB_CACHE}. "
@@ -73,14 +69,10 @@ def locate_target(name_or_folder: str | Path) -> Path:
 
 def check_ids(ids: torch.Tensor, vocab_size: int) -> None:
     """Raises: ConfigError unless these are whole numbers of the vocabulary. On a GPU it waits for the device."""
-    if ids.dtype not in {torch.int64, torch.int32} or (
-        ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size
-    ):
-        found = (
-            f"{ids.dtype}"
-            if ids.is_floating_point() or not ids.numel()
-            else f"{ids.dtype}, {int(ids.min())} to {int(ids.max())}"
-        )
+    is_whole = ids.dtype in {torch.int64, torch.int32}
+    if not is_whole or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size):
+        has_range = ids.numel() and not ids.is_floating_point()
+        found = f"{ids.dtype}, {int(ids.min())} to {int(ids.max())}" if has_range else f"{ids.dtype}"
         raise ConfigError(f"token ids: expected whole numbers from 0 to {vocab_size - 1}, found {found}")
 
 
@@ -144,15 +136,9 @@ def target_facts(name_or_folder: str | Path) -> TargetFacts:
     for key in ("pad_token_id", "bos_token_id"):
         if values.get(key) is not None and not (type(values[key]) is int and 0 <= values[key] < values["vocab_size"]):
             raise ConfigError(f"{folder / 'config.json'}: {key} must be an id below vocab_size, got {values[key]!r}")
-    return TargetFacts(
-        architecture=values["architectures"][0],
-        vocab_size=values["vocab_size"],
-        hidden_size=values["hidden_size"],
-        num_layers=values["num_hidden_layers"],
-        stop_token_ids=stop_token_ids(folder),
-        pad_token_id=values.get("pad_token_id"),
-        bos_token_id=values.get("bos_token_id"),
-    )
+    sizes = (values["vocab_size"], values["hidden_size"], values["num_hidden_layers"])
+    tokens = (stop_token_ids(folder), values.get("pad_token_id"), values.get("bos_token_id"))
+    return TargetFacts(values["architectures"][0], *sizes, *tokens)
 
 
 def target_fingerprint(name_or_folder: str | Path) -> str:

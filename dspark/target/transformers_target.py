@@ -117,14 +117,8 @@ def load_transformers_target(
     Checkpoint(folder)  # says what is damaged better than transformers would
     loaded: Any
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **options)
     except ValueError as error:
         raise ConfigError(f"{folder}: transformers cannot build this architecture: {error}") from error
     model, report = loaded

@@ -118,15 +118,10 @@ def read_batch(record: Record, draws: Sequence[Draw], num_anchors: int, seed: in
     """
     sequences = [record[draw.index] for draw in draws]
     lengths = [len(sequence.ids_T) for sequence in sequences]
-    anchors = [
-        sample_anchors(
-            sequence.loss_mask_T[None],
-            torch.tensor([length]),
-            num_anchors,
-            _generator(seed, "anchors", draw.epoch, draw.index),
-        )
-        for sequence, length, draw in zip(sequences, lengths, draws, strict=True)
-    ]
+    anchors = []
+    for sequence, length, draw in zip(sequences, lengths, draws, strict=True):
+        generator = _generator(seed, "anchors", draw.epoch, draw.index)
+        anchors.append(sample_anchors(sequence.loss_mask_T[None], torch.tensor([length]), num_anchors, generator))
     return Batch(
         ids_BT=_stack([sequence.ids_T for sequence in sequences]),
         loss_mask_BT=_stack([sequence.loss_mask_T for sequence in sequences]),

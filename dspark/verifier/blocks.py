@@ -59,30 +59,14 @@ def linear_attention(x_TD: torch.Tensor, weights: LinearWeights, index: int, sta
     heads, width = weights.dt_bias_LHE.shape[1:]
     rows = heads * width
     projected_TC, prepared_TC = staged.projected_LTC[index], staged.prepared_LTC[index]
-    chain.run(
-        "KDA in-projection",
-        projection.project_prepared,
-        x_TD,
-        weights.in_LCD[index],
-        buffers.history_LWC[index],
-        weights.conv_LCJ[index],
-        weights.a_log_LH[index],
-        weights.dt_bias_LHE[index],
-        config.kda_lower_bound,
-        buffers.counters,
-        out=(projected_TC, prepared_TC),
-    )
+    inputs = (x_TD, weights.in_LCD[index], buffers.history_LWC[index], weights.conv_LCJ[index])
+    decay = (weights.a_log_LH[index], weights.dt_bias_LHE[index], config.kda_lower_bound)
+    out = (projected_TC, prepared_TC)
+    chain.run("KDA in-projection", projection.project_prepared, *inputs, *decay, buffers.counters, out=out)
     o_THF = chain.run("KDA verify", kda.verify, prepared_TC, buffers.state_LHEF[index], x_TD.dtype)
-    y_TD = chain.run(
-        "KDA norm and o_proj",
-        projection.project_gated,
-        o_THF,
-        weights.norm_LF[index],
-        torch.unflatten(projected_TC[:, 4 * rows : 5 * rows], 1, (heads, width)),
-        weights.out_LDC[index],
-        config.rms_norm_eps,
-        buffers.counters,
-    )
+    gate_THF = torch.unflatten(projected_TC[:, 4 * rows : 5 * rows], 1, (heads, width))
+    gated = (o_THF, weights.norm_LF[index], gate_THF, weights.out_LDC[index], config.rms_norm_eps)
+    y_TD = chain.run("KDA norm and o_proj", projection.project_gated, *gated, buffers.counters)
     return Partial(y_TD[:, None], None)
 
 

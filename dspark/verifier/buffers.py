@@ -58,17 +58,14 @@ def allocate_buffers(
     heads, width = shard.part(config.num_attention_heads), config.head_dim
     num_latent = sum(config.is_latent(layer) for layer in range(config.num_hidden_layers))
     num_linear = config.num_hidden_layers - num_latent
-    num_rows = capacity_tokens + MAX_TOKENS
+    num_rows, num_history = capacity_tokens + MAX_TOKENS, config.short_conv_kernel_size - 1
+    row_width = config.kv_lora_rank + config.qk_rope_head_dim
     positions_J = torch.arange(num_rows, device=device)
     angles = rotary_angles(positions_J, config.qk_rope_head_dim, config.rope_theta, wide)
     return Buffers(
         state_LHEF=torch.zeros(num_linear, heads, width, width, dtype=wide, device=device),
-        history_LWC=torch.zeros(
-            num_linear, config.short_conv_kernel_size - 1, 3 * heads * width, dtype=dtype, device=device
-        ),
-        rows_MJC=torch.zeros(
-            num_latent, num_rows, config.kv_lora_rank + config.qk_rope_head_dim, dtype=dtype, device=device
-        ),
+        history_LWC=torch.zeros(num_linear, num_history, 3 * heads * width, dtype=dtype, device=device),
+        rows_MJC=torch.zeros(num_latent, num_rows, row_width, dtype=dtype, device=device),
         length_1=torch.zeros(1, dtype=torch.int64, device=device),
         angles_JE2=torch.stack(angles, -1),
         counters=torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device),

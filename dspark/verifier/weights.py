@@ -13,6 +13,8 @@ import torch
 from dspark.errors import ConfigError
 from dspark.target.config import TargetConfig
 
+DIVIDED = ("num_attention_heads", "vocab_size", "intermediate_size", "moe_intermediate_size")
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -27,13 +29,7 @@ class Shard:
 
     def check(self, config: TargetConfig) -> None:
         """Raises: ConfigError when the ranks do not divide the target, or its shared expert is not like the others."""
-        sizes = {
-            "num_attention_heads": config.num_attention_heads,
-            "vocab_size": config.vocab_size,
-            "intermediate_size": config.intermediate_size,
-            "moe_intermediate_size": config.moe_intermediate_size,
-        }
-        wrong = [f"{name} {size}" for name, size in sizes.items() if size % self.world_size]
+        wrong = [f"{name} {getattr(config, name)}" for name in DIVIDED if getattr(config, name) % self.world_size]
         if wrong:
             raise ConfigError(f"{self.world_size} ranks do not divide {', '.join(wrong)}; use fewer ranks")
         if config.shared_intermediate_size != config.moe_intermediate_size:
@@ -194,15 +190,9 @@ def allocate_mtp(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torc
     precision = dtype if isinstance(dtype, Precision) else Precision(dtype)
     factory: dict[str, Any] = {"dtype": precision.working, "device": device}
     width = config.hidden_size
-    return MtpWeights(
-        config=config,
-        shard=shard,
-        enorm_D=torch.empty(width, **factory),
-        hnorm_D=torch.empty(width, **factory),
-        eh_DC=torch.empty(width, 2 * width, **factory),
-        layer=_layer(config, shard, config.num_hidden_layers, factory, precision.of("router")),
-        norm_D=torch.empty(width, **factory),
-    )
+    enorm_D, hnorm_D, norm_D = (torch.empty(width, **factory) for _ in range(3))
+    layer = _layer(config, shard, config.num_hidden_layers, factory, precision.of("router"))
+    return MtpWeights(config, shard, enorm_D, hnorm_D, torch.empty(width, 2 * width, **factory), layer, norm_D)
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -252,15 +242,13 @@ def _layer(config: TargetConfig, shard: Shard, layer: int, factory: dict[str, An
     num_experts = config.num_experts if is_moe else 0
     wide = factory | {"dtype": torch.float32}
     gate_XD = torch.empty(num_experts, width, **factory | {"dtype": gate})
+    gate_up_XCD = torch.empty(num_experts + 1, 2 * inner, width, **factory)
+    down_XDI = torch.empty(num_experts + 1, width, inner, **factory)
     router = RouterWeights(gate_XD, torch.empty(num_experts, **wide))
     return LayerWeights(
         input_norm_D=torch.empty(width, **factory),
         latent=_latent(config, shard, factory) if config.is_latent(layer) else None,
         post_norm_D=torch.empty(width, **factory),
         router=router if is_moe else None,
-        experts=ExpertWeights(
-            gate_up_XCD=torch.empty(num_experts + 1, 2 * inner, width, **factory),
-            down_XDI=torch.empty(num_experts + 1, width, inner, **factory),
-            limits_X=torch.empty(num_experts + 1, **wide),
-        ),
+        experts=ExpertWeights(gate_up_XCD, down_XDI, torch.empty(num_experts + 1, **wide)),
     )

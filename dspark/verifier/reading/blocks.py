@@ -39,18 +39,9 @@ def linear_attention(
     state_BHEF, history_BWC = memory
     _, num_history, num_mixed = history_BWC.shape
     projected_NC = functional.linear(x_ND, weights.in_LCD[index])
-    o_NHF = kda_chunk.read(
-        projected_NC,
-        history_BWC,
-        weights.conv_LCJ[index],
-        weights.a_log_LH[index],
-        weights.dt_bias_LHE[index],
-        weights.norm_LF[index],
-        state_BHEF,
-        rows.config.kda_lower_bound,
-        rows.config.rms_norm_eps,
-        rows.chunks,
-    )
+    layer = (weights.conv_LCJ[index], weights.a_log_LH[index], weights.dt_bias_LHE[index], weights.norm_LF[index])
+    law = (rows.config.kda_lower_bound, rows.config.rms_norm_eps)
+    o_NHF = kda_chunk.read(projected_NC, history_BWC, *layer, state_BHEF, *law, rows.chunks)
     if len(history_BWC) == 1:
         inputs_NC = projected_NC[-num_history:, :num_mixed]
         history_BWC[0] = torch.cat((history_BWC[0], inputs_NC))[-num_history:]
