@@ -1,12 +1,15 @@
 """The frozen description of a run and of a draft; load, override, save."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dspark.errors import ConfigError
+from dspark.files import write_whole
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def _refuse_truth(value: Any) -> Any:
@@ -34,7 +37,7 @@ Folder = Annotated[Path, AfterValidator(_refuse_no_folder)]
 
 
 class Section(BaseModel):
-    """A part of a run: frozen, unknown keys refused."""
+    """A part of a run, of a header or of a manifest: frozen, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -202,15 +205,20 @@ def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
     for override in overrides:
         _apply(tree, override)
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+    return validated(RunConfig, tree, path)
 
 
 def save_run(run: RunConfig, path: Path) -> None:
     """Write the resolved run as YAML that ``load_run`` reads back to an equal object."""
-    path.write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    write_whole(path, yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
+
+
+def validated(model: type[ModelT], tree: Any, place: object) -> ModelT:
+    """The tree as a model. Raises: ConfigError naming ``place`` and every wrong field."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{place}: {describe_validation(error)}") from error
 
 
 def describe_validation(error: ValidationError) -> str:

@@ -42,19 +42,11 @@ class Target(Protocol[CacheT]):
     Plain decoding is ``verify`` of one token and ``commit`` of one.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """The tapped layers, in the order in which taps_NLD holds them."""
-        ...
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    target_layer_ids: tuple[int, ...]
+    """The tapped layers, in the order in which taps_NLD holds them."""
 
     @property
     def embedding_VD(self) -> torch.Tensor: ...

@@ -2,16 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from dspark.cli.device import DEFAULT_DEVICE, Device
 from dspark.cli.progress import count_progress
-from dspark.config import EvalSection, RunConfig, Section, TargetSection, describe_validation, load_run
+from dspark.config import EvalSection, RunConfig, TargetSection, load_run, validated
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
@@ -26,7 +25,6 @@ from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokeni
 from dspark.types import Target
 
 TASKS_HELP = f"Separated by commas: {', '.join(task_names())}, or .jsonl and .parquet files.  [default: heldout]"
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 def evaluate(
@@ -112,7 +110,8 @@ def _measure_all(
 
 def _plan(run: RunConfig | None, given: dict[str, Any]) -> EvalSection:
     before = run.eval.model_dump() if run else {"tasks": ("heldout",)}
-    return _checked(EvalSection, before | {key: value for key, value in given.items() if value is not None})
+    given = {key: value for key, value in given.items() if value is not None}
+    return validated(EvalSection, before | given, "dspark eval")
 
 
 def _target(run: RunConfig | None, target: str | None, dtype: str | None, device: str) -> TargetSection:
@@ -120,11 +119,4 @@ def _target(run: RunConfig | None, target: str | None, dtype: str | None, device
     if not path:
         raise ConfigError("--target: missing; give a name such as ling-3.0-nano, a folder, or a run with --config")
     chosen = dtype or (run and run.target.dtype) or ("float32" if device == "cpu" else "bfloat16")
-    return _checked(TargetSection, {"path": path, "dtype": chosen})
-
-
-def _checked(section: type[SectionT], tree: dict[str, Any]) -> SectionT:
-    try:
-        return section.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"dspark eval: {describe_validation(error)}") from error
+    return validated(TargetSection, {"path": path, "dtype": chosen}, "dspark eval")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from dspark.config import describe_validation
+from dspark.config import Section, describe_validation
 from dspark.data.chat import Encoded, digest
 from dspark.data.conversations import Conversation
 from dspark.errors import RecordError
@@ -27,10 +27,8 @@ uninterrupted one.
 """
 
 
-class ResponsesHeader(BaseModel):
+class ResponsesHeader(Section):
     """What a responses file was made from and how; written beside it and compared when a run resumes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["dspark-responses-1"] = "dspark-responses-1"
     target: str
@@ -50,10 +48,8 @@ class ResponsesHeader(BaseModel):
     versions: dict[str, str]
 
 
-class _Row(BaseModel):
+class _Row(Section, strict=True):
     """One line: where the prompt came from, what was said, and the very ids, so that nothing is tokenised twice."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     source: str
     index: int

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ValidationError
 
-from dspark.config import PositiveInt, Section, describe_validation
+from dspark.config import PositiveInt, Section, validated
 from dspark.data.conversations import Conversation, read_conversations
 from dspark.errors import ConfigError, PromptError
 
@@ -63,10 +62,7 @@ def _read_definition(name: str, folder: Path) -> TaskDefinition:
     if name not in task_names(folder):
         known = ", ".join(task_names(folder))
         raise ConfigError(f"task {name}: not known; expected one of {known}, or a .jsonl or .parquet file")
-    try:
-        return TaskDefinition.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+    return validated(TaskDefinition, yaml.safe_load(path.read_text(encoding="utf-8")), path)
 
 
 def _package_rows(name: str, definition: TaskDefinition) -> Iterable[Mapping[str, Any]]:

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from dspark.config import DraftConfig, describe_validation
+from dspark.config import DraftConfig, validated
 from dspark.errors import CheckpointError, ConfigError
 from dspark.files import read_json
 
@@ -93,10 +91,7 @@ def read_draft_config(folder: Path) -> DraftConfig:
     absent = sorted(key for key in needed if key not in known)
     if absent:
         raise ConfigError(f"{path}: {', '.join(absent)} missing at the top level; runtimes and we never assume it")
-    try:
-        return DraftConfig.model_validate(known)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+    return validated(DraftConfig, known, path)
 
 
 def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dspark.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, describe_validation
 from dspark.errors import ConfigError
@@ -29,12 +29,10 @@ _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
 """Keys of which only these values are computed. A missing key means the first one."""
 
 
-class TargetConfig(BaseModel):
+class TargetConfig(BaseModel, frozen=True, extra="ignore"):
     """The architecture of a Ling-3.0 model, under the names of its config.json; keys that compute nothing are left out.
     Source: specs/ling-3.0.md section 1; configuration_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt

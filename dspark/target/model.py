@@ -85,8 +85,9 @@ class LingModel(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config = config
-        self.target_layer_ids = target_layer_ids
+        self.config, self.target_layer_ids = config, target_layer_ids
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_layers = config.num_hidden_layers
         with torch.device("meta"):
             self.model = Trunk(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -95,18 +96,6 @@ class LingModel(nn.Module):
             if name.endswith(_FLOAT32_NAMES):
                 tensor.data = tensor.data.to(torch.promote_types(dtype, torch.float32))
         self.to_empty(device=device)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
 
     @property
     def embedding_VD(self) -> torch.Tensor:

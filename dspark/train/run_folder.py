@@ -7,7 +7,7 @@ from typing import Any
 
 from dspark.config import RunConfig, load_run, save_run
 from dspark.errors import ConfigError
-from dspark.files import file_sha256, partial_of, put_in_place, write_whole
+from dspark.files import file_sha256, write_whole
 from dspark.provenance import describe_launch
 from dspark.train.checkpoint import checkpoints
 
@@ -56,8 +56,7 @@ def write_run_folder(run: RunConfig, launch: dict[str, Any]) -> None:
     path = folder / PROVENANCE
     launches = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     write_whole(path, json.dumps([*launches, launch], indent=2) + "\n")
-    save_run(run, partial_of(folder / RUN))
-    put_in_place(partial_of(folder / RUN), folder / RUN)
+    save_run(run, folder / RUN)
 
 
 def describe_training(command: Sequence[str], manifest: Path, processes: str) -> dict[str, Any]:

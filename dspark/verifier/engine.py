@@ -56,6 +56,8 @@ class Verifier:
         if weights.device.type == "cuda":
             launch.keep_shared_memory()
         self.weights, self.config, self.is_chained = weights, weights.config, is_chained
+        self.vocab_size, self.hidden_size = self.config.vocab_size, self.config.hidden_size
+        self.num_layers, self.embedding_VD = self.config.num_hidden_layers, weights.embedding_VD
         self.target_layer_ids, self.ranks = target_layer_ids, ranks
         self.buffers = allocate_buffers(weights.config, weights.shard, capacity_tokens, weights.dtype, weights.device)
         self.ids_T = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=weights.device)
@@ -89,22 +91,6 @@ class Verifier:
         plan.check(free_bytes(device), str(device))
         weights = load_weights(folder, shard, dtype, device)
         return cls(weights, capacity_tokens, target_layer_ids, ranks=ranks)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def embedding_VD(self) -> torch.Tensor:
-        return self.weights.embedding_VD
 
     @cached_property
     def head_VD(self) -> torch.Tensor:
