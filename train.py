@@ -68,9 +68,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     """Step until done and save; every process calls it, and no other run writes into the folder meanwhile."""
     accelerator, run = learner.accelerator, learner.run
     folder, is_main = run.train.folder, accelerator.is_main_process
-    share = Share(
-        run.train.batch_size, run.train.accumulation_steps, accelerator.process_index, accelerator.num_processes
-    )
+    size, micro_steps = run.train.batch_size, run.train.accumulation_steps
+    share = Share(size, micro_steps, accelerator.process_index, accelerator.num_processes)
     done = TrainingProgress(step=0, sequences_seen=0)
     if resume and (found := checkpoints(folder / "checkpoints")):
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)

@@ -60,9 +60,8 @@ def record(
         console.print(show(tokenizer, sequences[0]))
         size = f"{description.num_tokens} tokens, {description.num_supervised} to predict"
         console.print(f"{len(sequences)} sequences, {size}, about {description.num_bytes / 1e9:.2f} GB", markup=False)
-        target = load_target(
-            folder, target_layer_ids=run.draft.target_layer_ids, dtype=description.torch_dtype, device=device
-        )
+        layers = run.draft.target_layer_ids
+        target = load_target(folder, target_layer_ids=layers, dtype=description.torch_dtype, device=device)
         with count_progress("recorded", len(sequences)) as on_sequence:
             capture(target, sequences, writer, on_sequence)
         console.print(f"{len(writer.manifest.shards)} shards in {run.record.folder}", markup=False)

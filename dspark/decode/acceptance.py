@@ -1,15 +1,13 @@
 """The acceptance rule: which drafted tokens are kept, and the token that follows them."""
 
-import torch
+from torch import Tensor
 
 from dspark.decode.sampling import Uniforms, draw
 
 SMALLEST_RESIDUAL = 1e-8
 
 
-def accept(
-    ids_K: torch.Tensor, draft_probs_KV: torch.Tensor, target_probs_NV: torch.Tensor, uniforms: Uniforms
-) -> tuple[int, int]:
+def accept(ids_K: Tensor, draft_probs_KV: Tensor, target_probs_NV: Tensor, uniforms: Uniforms) -> tuple[int, int]:
     """Keep a prefix of the drafted tokens so that what is committed is distributed as the target's own text.
 
     Token x_j is kept while u_j < p_j(x_j) / q_j(x_j). The token after the first refusal is drawn from max(p - q, 0),

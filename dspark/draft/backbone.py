@@ -56,9 +56,7 @@ class DraftAttention(nn.Module):
         queries_BHME = queries_BHNE.reshape(num_batch, self.num_key_value_heads, -1, self.head_dim)
         group = queries_BHNE.shape[1] // self.num_key_value_heads
         visible_B1MT = None if visible_B1NT is None else visible_B1NT.repeat(1, 1, group, 1)
-        read_BHME = functional.scaled_dot_product_attention(
-            queries_BHME, keys_BHTE, values_BHTE, attn_mask=visible_B1MT
-        )
+        read_BHME = functional.scaled_dot_product_attention(queries_BHME, keys_BHTE, values_BHTE, visible_B1MT)
         read_BNHE = read_BHME.reshape(queries_BHNE.shape).transpose(1, 2)
         attended_BND: Tensor = self.o_proj(read_BNHE.flatten(2))
         return attended_BND

@@ -1,7 +1,6 @@
 """The gated feed-forward block."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dspark.kernels.moe import swiglu
 
@@ -18,6 +17,6 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner_width, width, bias=False)
         self.limit = limit
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
         return hidden

@@ -104,9 +104,7 @@ class RecordReader:
         expected |= {"last_hidden_MD": (states, width), "label_logprobs_M": (states,)}
         names = set(file.keys())
         found = {name: tuple(file.get_slice(name).get_shape()) if name in names else None for name in expected}
-        wrong = [
-            f"{name} is {found[name]}, expected {shape}" for name, shape in expected.items() if found[name] != shape
-        ]
+        wrong = [f"{key} is {found[key]}, expected {shape}" for key, shape in expected.items() if found[key] != shape]
         if not wrong and file.get_slice("taps_NLD")[:0].dtype != self.manifest.torch_dtype:
             wrong = [f"taps_NLD is not {dtype}"]
         if not wrong and not _is_rising_to(file.get_tensor("offsets_S1").tolist(), entry.num_tokens):

@@ -148,9 +148,8 @@ class LingCache:
     def _commit_linear(self, counts_B: torch.Tensor, is_whole: bool) -> None:
         windows, keys, log_decays, deltas, states = zip(*self._stages, strict=True)
         num_layers = len(states)
-        self.histories_MBWC = history_after(
-            torch.stack(windows), counts_B.expand(num_layers, -1), self.histories_MBWC.shape[2]
-        )
+        counts_MB, num_history = counts_B.expand(num_layers, -1), self.histories_MBWC.shape[2]
+        self.histories_MBWC = history_after(torch.stack(windows), counts_MB, num_history)
         if is_whole:
             self.states = list(states)
             return

@@ -54,9 +54,8 @@ class LatentAttention(nn.Module):
         layout = view.layout
         q_NHE, latent_NC, k_rope_NE = self._project(x_ND, angles)
         rows_BJC[view.sequences_B1, view.slots_BT] = layout.pad(torch.cat((latent_NC, k_rope_NE), -1))
-        keys_HEC, values_HFC = torch.unflatten(self.kv_b_proj.weight, 0, (self.num_heads, -1)).tensor_split(
-            (self.nope_width,), 1
-        )
+        kv_HGC = torch.unflatten(self.kv_b_proj.weight, 0, (self.num_heads, -1))
+        keys_HEC, values_HFC = kv_HGC.tensor_split((self.nope_width,), 1)
         q_nope_NHE, q_rope_NHE = q_NHE.tensor_split((self.nope_width,), -1)
         absorbed_NHC = (q_nope_NHE.transpose(0, 1) @ keys_HEC).transpose(0, 1)
         q_BTHC = layout.pad(torch.cat((absorbed_NHC, q_rope_NHE), -1))

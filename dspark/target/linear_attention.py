@@ -1,7 +1,7 @@
 """Linear attention: a Kimi Delta Attention block with its projections, short convolutions and gate."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dspark.kernels import kda
 from dspark.layers.rms_norm import RMSNorm
@@ -20,13 +20,11 @@ class LinearAttention(nn.Module):
         width, self.num_heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         inner = self.num_heads * self.head_dim
         taps = config.short_conv_kernel_size
-        self.q_proj, self.k_proj, self.v_proj, self.f_proj, self.g_proj = (
-            nn.Linear(width, inner, bias=False) for _ in range(5)
-        )
+        projections = (nn.Linear(width, inner, bias=False) for _ in range(5))
+        self.q_proj, self.k_proj, self.v_proj, self.f_proj, self.g_proj = projections
         self.b_proj = nn.Linear(width, self.num_heads, bias=False)
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            nn.Conv1d(inner, inner, taps, groups=inner, bias=False) for _ in range(3)
-        )
+        convolutions = (nn.Conv1d(inner, inner, taps, groups=inner, bias=False) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = convolutions
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(inner))
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -34,16 +32,13 @@ class LinearAttention(nn.Module):
         self.lower_bound = config.kda_lower_bound
         self.num_history = taps - 1
 
-    def forward(self, x_ND: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, LinearMemory]:
+    def forward(self, x_ND: Tensor, layout: Layout) -> tuple[Tensor, LinearMemory]:
         """Read whole sequences from their first token; returns the output [N, D] and the memory after the last."""
         y_ND, stage = self.stage(x_ND, layout, None)
-        return y_ND, LinearMemory(
-            stage.state_BHEF, kda.history_after(stage.window_BWC, layout.lengths_B, self.num_history)
-        )
+        history_BWC = kda.history_after(stage.window_BWC, layout.lengths_B, self.num_history)
+        return y_ND, LinearMemory(stage.state_BHEF, history_BWC)
 
-    def stage(
-        self, x_ND: torch.Tensor, layout: Layout, memory: LinearMemory | None
-    ) -> tuple[torch.Tensor, LinearStage]:
+    def stage(self, x_ND: Tensor, layout: Layout, memory: LinearMemory | None) -> tuple[Tensor, LinearStage]:
         """Read further tokens after ``memory`` (None: nothing yet) and leave it as it is."""
         heads = (self.num_heads, self.head_dim)
         inputs_BTC = layout.pad(torch.cat((self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND)), -1))
@@ -66,10 +61,10 @@ class LinearAttention(nn.Module):
         y_ND = self.o_proj(o_NHF.flatten(1).to(gate_NHF.dtype))
         return y_ND, LinearStage(window_BWC, k_BTHE, log_decay_BTHE, rule.deltas_BTHF, rule.state_BHEF)
 
-    def _taps(self) -> torch.Tensor:
+    def _taps(self) -> Tensor:
         return torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
 
-    def _nothing(self, inputs_BTC: torch.Tensor, wide: torch.dtype) -> LinearMemory:
+    def _nothing(self, inputs_BTC: Tensor, wide: torch.dtype) -> LinearMemory:
         num_sequences, _, channels = inputs_BTC.shape
         state_BHEF = inputs_BTC.new_zeros(num_sequences, self.num_heads, self.head_dim, self.head_dim, dtype=wide)
         return LinearMemory(state_BHEF, inputs_BTC.new_zeros(num_sequences, self.num_history, channels))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dspark.errors import CheckpointError
 from dspark.layers.mlp import SwiGLU
@@ -25,7 +25,7 @@ _FLOAT32_NAMES = ("A_log", "dt_bias", "expert_bias")
 class LingOutput(TargetOutput):
     """A pass of the model: taps, last hidden, and the experts that each MoE layer chose, int64 [N, K] a layer."""
 
-    expert_ids: tuple[torch.Tensor, ...]
+    expert_ids: tuple[Tensor, ...]
 
 
 class Layer(nn.Module):
@@ -39,7 +39,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MixtureOfExperts(config, index) if config.is_moe(index) else SwiGLU(width, config.intermediate_size)
 
-    def feed(self, hidden_ND: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def feed(self, hidden_ND: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Add the feed-forward block; returns the residual stream and the chosen experts (none of a dense block)."""
         x_ND = self.post_attention_layernorm(hidden_ND)
         if isinstance(self.mlp, SwiGLU):
@@ -98,27 +98,25 @@ class LingModel(nn.Module):
         self.to_empty(device=device)
 
     @property
-    def embedding_VD(self) -> torch.Tensor:
+    def embedding_VD(self) -> Tensor:
         return self.model.word_embeddings.weight.detach()
 
     @property
-    def head_VD(self) -> torch.Tensor:
+    def head_VD(self) -> Tensor:
         return self.lm_head.weight.detach()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """The head on last hidden states [..., D]: logits [..., V] in float32 or higher."""
-        logits: torch.Tensor = self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def forward(self, ids_N: torch.Tensor, lengths: Sequence[int]) -> LingOutput:
+    def forward(self, ids_N: Tensor, lengths: Sequence[int]) -> LingOutput:
         """Read whole sequences laid one after the other, with gradients; ``lengths`` are host integers, ids_N int64.
         Sequences of one length are read without padding, loops over sequences or host syncs.
         """
         return self._read(ids_N, Layout.of(lengths, ids_N.device))[0]
 
-    def mtp_hidden(
-        self, next_ids_N: torch.Tensor, last_hidden_ND: torch.Tensor, lengths: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def mtp_hidden(self, next_ids_N: Tensor, last_hidden_ND: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The prediction layer over whole sequences: row t, from last_hidden[t] and token t+1, speaks of token t+2.
 
         Returns the hidden state whose ``logits`` predict [N, D], rows laid as in ``forward``, and ids_NK of the layer's
@@ -135,21 +133,21 @@ class LingModel(nn.Module):
         return layer.final_layernorm(hidden_ND), ids_NK
 
     @torch.no_grad()
-    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[LingCache, LingOutput]:
+    def prefill(self, ids: Sequence[Tensor]) -> tuple[LingCache, LingOutput]:
         lengths = [len(ids_T) for ids_T in ids]
         ids_N = torch.cat(list(ids)).to(self.lm_head.weight.device)
         output, linear, latent = self._read(ids_N, Layout.of(lengths, ids_N.device))
         return LingCache(lengths, linear, latent), output
 
     @torch.no_grad()
-    def verify(self, ids_BT: torch.Tensor, cache: LingCache) -> LingOutput:
+    def verify(self, ids_BT: Tensor, cache: LingCache) -> LingOutput:
         cache.drop_stage()
         view = cache.view(ids_BT.shape[1])
         angles = self._angles(view.layout)
         stages: list[LinearStage] = []
         latent_layers = iter(range(self.config.num_hidden_layers))
 
-        def attend(layer: Layer, x_ND: torch.Tensor) -> torch.Tensor:
+        def attend(layer: Layer, x_ND: Tensor) -> Tensor:
             if isinstance(layer.attention, LinearAttention):
                 y_ND, stage = layer.attention.stage(x_ND, view.layout, cache.memory(len(stages)))
                 stages.append(stage)
@@ -160,7 +158,7 @@ class LingModel(nn.Module):
         cache.stage(stages, ids_BT.shape[1])
         return output
 
-    def commit(self, cache: LingCache, counts_B: torch.Tensor) -> None:
+    def commit(self, cache: LingCache, counts_B: Tensor) -> None:
         cache.commit(counts_B)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -188,7 +186,7 @@ class LingModel(nn.Module):
             tensor.copy_(drawn)
 
     @torch.no_grad()
-    def load_tensors(self, get: Callable[[str], torch.Tensor]) -> None:
+    def load_tensors(self, get: Callable[[str], Tensor]) -> None:
         """Fill every weight from ``get(checkpoint name)``, converted to this model's dtypes.
         Raises: CheckpointError when a tensor has another shape than the config implies.
         """
@@ -199,13 +197,13 @@ class LingModel(nn.Module):
                 raise CheckpointError(f"{name}: {expected}, found {list(tensor.shape)}")
             place.copy_(tensor)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its checkpoint name: bfloat16, but float32 for A_log, dt_bias and expert_bias."""
         for name, place in self._places():
             dtype = torch.float32 if name.endswith(_FLOAT32_NAMES) else torch.bfloat16
             yield name, place.to(dtype, copy=True)
 
-    def _places(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _places(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names with the memory they fill: a parameter, or one expert's part of a stacked one."""
         for name, tensor in self.state_dict().items():
             prefix, separator, part = name.partition(".experts.")
@@ -222,12 +220,12 @@ class LingModel(nn.Module):
         wide = torch.promote_types(self.lm_head.weight.dtype, torch.float32)
         return rotary_angles(layout.positions_N, self.config.qk_rope_head_dim, self.config.rope_theta, wide)
 
-    def _read(self, ids_N: torch.Tensor, layout: Layout) -> tuple[LingOutput, list[LinearMemory], list[torch.Tensor]]:
+    def _read(self, ids_N: Tensor, layout: Layout) -> tuple[LingOutput, list[LinearMemory], list[Tensor]]:
         angles = self._angles(layout)
         linear: list[LinearMemory] = []
-        latent: list[torch.Tensor] = []
+        latent: list[Tensor] = []
 
-        def attend(layer: Layer, x_ND: torch.Tensor) -> torch.Tensor:
+        def attend(layer: Layer, x_ND: Tensor) -> Tensor:
             if isinstance(layer.attention, LinearAttention):
                 linear_ND, memory = layer.attention.forward(x_ND, layout)
                 linear.append(memory)
@@ -238,10 +236,10 @@ class LingModel(nn.Module):
 
         return self._walk(ids_N, attend), linear, latent
 
-    def _walk(self, ids_N: torch.Tensor, attend: Callable[[Layer, torch.Tensor], torch.Tensor]) -> LingOutput:
+    def _walk(self, ids_N: Tensor, attend: Callable[[Layer, Tensor], Tensor]) -> LingOutput:
         hidden_ND = self.model.word_embeddings(ids_N)
-        outputs: list[torch.Tensor] = []
-        expert_ids: tuple[torch.Tensor, ...] = ()
+        outputs: list[Tensor] = []
+        expert_ids: tuple[Tensor, ...] = ()
         for index in range(self.num_layers):
             layer = self.model.layers[index]
             assert isinstance(layer, Layer)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from dspark.kernels import kda, mla, moe, projection, router
@@ -19,15 +20,15 @@ SHORT_SPLITS, LONG_SPLITS = 66, 44
 class Partial(NamedTuple):
     """A block's output on one rank: K parts a token, and their weights if they are not 1. Ranks add their sums."""
 
-    parts_TKD: torch.Tensor
-    weights_TK: torch.Tensor | None
+    parts_TKD: Tensor
+    weights_TK: Tensor | None
 
 
 class Staged(NamedTuple):
     """What the linear attention layers leave for a commit: their in-projections, raw and prepared (``kda.prepare``)."""
 
-    projected_LTC: torch.Tensor
-    prepared_LTC: torch.Tensor
+    projected_LTC: Tensor
+    prepared_LTC: Tensor
 
 
 class Chain(NamedTuple):
@@ -53,7 +54,7 @@ def num_splits(num_rows: int) -> int:
     return min(num_blocks, SHORT_SPLITS if num_blocks <= 2 * SHORT_SPLITS else LONG_SPLITS)
 
 
-def linear_attention(x_TD: torch.Tensor, weights: LinearWeights, index: int, staged: Staged, chain: Chain) -> Partial:
+def linear_attention(x_TD: Tensor, weights: LinearWeights, index: int, staged: Staged, chain: Chain) -> Partial:
     """Linear attention layer ``index`` (counting these layers only); fills its part of what is staged."""
     config, buffers = chain.config, chain.buffers
     heads, width = weights.dt_bias_LHE.shape[1:]
@@ -70,14 +71,14 @@ def linear_attention(x_TD: torch.Tensor, weights: LinearWeights, index: int, sta
     return Partial(y_TD[:, None], None)
 
 
-def empty_stage(x_TD: torch.Tensor, weights: LinearWeights) -> Staged:
+def empty_stage(x_TD: Tensor, weights: LinearWeights) -> Staged:
     """Memory for what T tokens stage."""
     num_layers, num_channels, _ = weights.in_LCD.shape
     projected_LTC = x_TD.new_empty(num_layers, len(x_TD), num_channels)
     return Staged(projected_LTC, torch.empty_like(projected_LTC, dtype=weights.dt_bias_LHE.dtype))
 
 
-def latent_attention(x_TD: torch.Tensor, weights: LatentWeights, index: int, chain: Chain) -> Partial:
+def latent_attention(x_TD: Tensor, weights: LatentWeights, index: int, chain: Chain) -> Partial:
     """Latent attention layer ``index`` (counting these layers only); writes T rows behind the committed ones."""
     config, buffers, eps = chain.config, chain.buffers, chain.config.rms_norm_eps
     rows_JC, length_1, counters = buffers.rows_MJC[index], buffers.length_1, buffers.counters
@@ -96,7 +97,7 @@ def latent_attention(x_TD: torch.Tensor, weights: LatentWeights, index: int, cha
 
 
 def feed(
-    x_TD: torch.Tensor, gate: RouterWeights | None, experts: ExpertWeights, given: router.Dispatch | None, chain: Chain
+    x_TD: Tensor, gate: RouterWeights | None, experts: ExpertWeights, given: router.Dispatch | None, chain: Chain
 ) -> Partial:
     """The mixture of experts by ``given`` or else by its router, which always runs; or the dense MLP as one expert."""
     kind, dispatch, weights_TK = "Dense MLP", given, None
@@ -110,9 +111,7 @@ def feed(
     return Partial(parts_TKD, weights_TK)
 
 
-def _low_rank_queries(
-    projected_TC: torch.Tensor, norm_C: torch.Tensor, q_b_CQ: torch.Tensor, eps: float, counters: torch.Tensor
-) -> torch.Tensor:
+def _low_rank_queries(projected_TC: Tensor, norm_C: Tensor, q_b_CQ: Tensor, eps: float, counters: Tensor) -> Tensor:
     """q_a | rest becomes q | rest. Only Ling-3.0-tiny has low-rank queries: no kernel of its own."""
     rank = len(norm_C)
     normed_TC = functional.rms_norm(projected_TC[:, :rank], (rank,), norm_C, eps)

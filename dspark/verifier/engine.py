@@ -196,12 +196,10 @@ class Verifier:
         self._check_capacity(self.most_tokens, num_tokens)
         self.ranks.begin_step()
 
-    def _check_capacity(self, held: int, num_tokens: int) -> None:
+    def _check_capacity(self, held: int, more: int) -> None:
         capacity = self.buffers.capacity_tokens
-        if held + num_tokens > capacity:
-            raise ConfigError(
-                f"the verifier has room for {capacity} tokens and holds {held}: {num_tokens} more do not fit"
-            )
+        if held + more > capacity:
+            raise ConfigError(f"the verifier has room for {capacity} tokens and holds {held}: {more} more do not fit")
 
     def check_held(self, cache: VerifierCache) -> None:
         """Raises: ValueError unless this is the sequence of the last prefill."""

@@ -1,6 +1,7 @@
 """A model folder's safetensors files: checked by name, read lazily, written whole."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,7 @@ class Checkpoint:
     @property
     def names(self) -> tuple[str, ...]:
         """Every tensor that a loader has to place."""
-        return tuple(
-            name for name in self._file_of if "rotary_emb.inv_freq" not in name and not name.startswith("model.mtp")
-        )
+        return tuple(name for name in self._file_of if not re.match(r"model\.mtp|.*rotary_emb\.inv_freq", name))
 
     def check(self, expected: Mapping[str, TensorSpec]) -> None:
         """Compare names, shapes and dtypes with what the model needs, before a byte of data is read.
@@ -142,9 +141,8 @@ def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
     for file in placed.values():
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index}: names {file!r}; expected safetensors files inside the folder")
-    return {name: folder / file for name, file in placed.items()}, tuple(
-        folder / file for file in sorted(set(placed.values()))
-    )
+    files = tuple(folder / file for file in sorted(set(placed.values())))
+    return {name: folder / file for name, file in placed.items()}, files
 
 
 def _open(file: Path, sought: str) -> Any:

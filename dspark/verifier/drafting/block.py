@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dspark.errors import DraftMismatchError
 from dspark.kernels import MAX_TOKENS, block_attention, markov, projection, residual
@@ -58,7 +59,7 @@ class BlockDrafter:
         self._zeros_TD = torch.zeros(MAX_TOKENS, config.hidden_size, dtype=dtype, device=device)
         self._state_1R = torch.zeros(1, config.markov_rank, dtype=dtype, device=device)
 
-    def update(self, window: Window, start_1: torch.Tensor, count_1: torch.Tensor, call: Caller) -> None:
+    def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
         """See ``Drafter``: the tapped layers become keys and values of every layer."""
         verifier, weights, counters = self.verifier, self.weights, self.verifier.buffers.counters
         run = named("Context", call, is_chained=verifier.is_chained)
@@ -88,14 +89,12 @@ class BlockDrafter:
             return Drafts(None, confidence_K)
         return Drafts(gather_logits(verifier, logits_KV, run), confidence_K)
 
-    def _write(
-        self, layer: int, rows_TC: torch.Tensor, start_1: torch.Tensor, num_heads: int, run: Caller
-    ) -> torch.Tensor:
+    def _write(self, layer: int, rows_TC: Tensor, start_1: Tensor, num_heads: int, run: Caller) -> Tensor:
         weights, memory = self.weights.layers[layer], (self.keys_LHJE[layer], self.values_LHJE[layer])
         norms = (weights.q_norm_E, weights.k_norm_E, self.weights.config.rms_norm_eps)
         return run("rows", block_attention.write, rows_TC, *norms, self._angles_JE2, start_1, *memory, num_heads)
 
-    def _read(self, run: Caller) -> torch.Tensor:
+    def _read(self, run: Caller) -> Tensor:
         """The block through all layers and the final norm."""
         verifier, weights, config = self.verifier, self.weights, self.weights.config
         counters, eps, length_1 = verifier.buffers.counters, config.rms_norm_eps, verifier.buffers.length_1
@@ -118,9 +117,7 @@ class BlockDrafter:
             residual_KD, x_KD = run("sum and norm", add_norm, *partial, residual_KD, norms[number + 1], eps)
         return x_KD
 
-    def _choose(
-        self, hidden_KD: torch.Tensor, logits_KV: torch.Tensor, sampler: Sampler | None, run: Caller
-    ) -> list[torch.Tensor]:
+    def _choose(self, hidden_KD: Tensor, logits_KV: Tensor, sampler: Sampler | None, run: Caller) -> list[Tensor]:
         """The slots' ids, each biased by the one before; if they are drawn, the bias is added to logits_KV in place."""
         mix, verifier = self.weights.markov, self.verifier
         first_id, counters = verifier.weights.first_id, verifier.buffers.counters

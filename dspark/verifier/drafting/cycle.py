@@ -7,6 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
 from dspark.kernels import MAX_TOKENS
@@ -20,7 +21,7 @@ from dspark.verifier.window import Window
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy, as in ``dspark.decode``."""
 
-Slot = tuple[torch.Tensor, torch.cuda.Event | None]
+Slot = tuple[Tensor, torch.cuda.Event | None]
 """Memory of the host that a result is copied to without waiting, and what says that it is there."""
 
 
@@ -30,7 +31,7 @@ class CycleOutput(NamedTuple):
     drafts, of which the first count - 1 were accepted.
     """
 
-    result_N: torch.Tensor
+    result_N: Tensor
     drafts: Drafts
 
 
@@ -76,7 +77,7 @@ class Cycle(Resident[CycleOutput]):
         """Put drafts behind the anchor."""
         return self.drafter.draft(self._sampler, call)
 
-    def verify(self, drafts: Drafts, call: Caller) -> tuple[Window, torch.Tensor, torch.Tensor]:
+    def verify(self, drafts: Drafts, call: Caller) -> tuple[Window, Tensor, Tensor]:
         """The target's pass over anchor and drafts, and what is kept of them: count_1 and next_id_1."""
         window = self.verifier.read(self.num_tokens, call)
         if self._sampler is None:
@@ -85,9 +86,7 @@ class Cycle(Resident[CycleOutput]):
         logits_TV = call("Head", self.verifier.logits, window.hidden_TD)
         return window, *self._accept(drafts.logits_KV, logits_TV, self._sampler, call)
 
-    def generate(
-        self, prompt_ids_T: torch.Tensor, max_new_tokens: int, stop_ids: Collection[int] = ()
-    ) -> Iterator[int]:
+    def generate(self, prompt_ids_T: Tensor, max_new_tokens: int, stop_ids: Collection[int] = ()) -> Iterator[int]:
         """The text after a prompt (int64, at least one id) up to a stop token, which belongs to it, token by token.
         Raises: ConfigError when prompt, text and two windows exceed the capacity: so no cycle can run out of memory.
         """
@@ -100,7 +99,7 @@ class Cycle(Resident[CycleOutput]):
             if new_id in stop_ids:
                 return
 
-    def rounds(self, prompt_ids_T: torch.Tensor) -> Iterator[list[int]]:
+    def rounds(self, prompt_ids_T: Tensor) -> Iterator[list[int]]:
         """The prefill's new id, then every cycle's new ids, without end; the next cycle is enqueued before each.
         Raises: ValueError once another text has taken this one's place.
         """
@@ -112,7 +111,7 @@ class Cycle(Resident[CycleOutput]):
             yield self.receive()
 
     @torch.no_grad()
-    def begin(self, prompt_ids_T: torch.Tensor) -> None:
+    def begin(self, prompt_ids_T: Tensor) -> None:
         """Prefill both models and choose the first id. An earlier sequence is forgotten.
         Raises: ConfigError as ``Verifier.prefill``; CheckpointError where the target's logits are no numbers.
         """
@@ -159,7 +158,7 @@ class Cycle(Resident[CycleOutput]):
         self.verifier.most_tokens = self._num_committed + sum(reserved for _, reserved in self._pending)
         return [*drafted[: count - 1], next_id]
 
-    def _send(self, result_N: torch.Tensor, reserved_tokens: int) -> None:
+    def _send(self, result_N: Tensor, reserved_tokens: int) -> None:
         self._slots.rotate()
         tensor, event = self._slots[0]
         tensor.copy_(result_N, non_blocking=True)
@@ -167,10 +166,10 @@ class Cycle(Resident[CycleOutput]):
             event.record()
         self._pending.append((self._slots[0], reserved_tokens))
 
-    def _result(self, count_1: torch.Tensor) -> torch.Tensor:
+    def _result(self, count_1: Tensor) -> Tensor:
         return torch.cat((count_1, self.verifier.ids_T[: self.num_tokens]))
 
-    def _accept(self, draft_KV: torch.Tensor, logits_TV: torch.Tensor, sampler: Sampler, call: Caller) -> Choice:
+    def _accept(self, draft_KV: Tensor, logits_TV: Tensor, sampler: Sampler, call: Caller) -> Choice:
         ids_T = self.verifier.ids_T[: len(logits_TV)]
         uniforms_T = torch.rand(ids_T.shape, dtype=torch.float64, device=ids_T.device, generator=sampler.generator)
         return call("Accept", accept, ids_T, draft_KV, logits_TV, sampler.inverse_temperature_1, uniforms_T)

@@ -6,6 +6,7 @@ Matrix products are torch's; the linear attention's chunks and the experts are k
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -25,14 +26,14 @@ class Rows(NamedTuple):
     """
 
     chunks: kda_chunk.Chunks
-    angles: tuple[torch.Tensor, torch.Tensor]
+    angles: tuple[Tensor, Tensor]
     start: int
     config: TargetConfig
 
 
 def linear_attention(
-    x_ND: torch.Tensor, weights: LinearWeights, index: int, rows: Rows, memory: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
+    x_ND: Tensor, weights: LinearWeights, index: int, rows: Rows, memory: tuple[Tensor, Tensor]
+) -> Tensor:
     """Linear attention layer ``index`` (counting these layers only); brings ``memory`` on, in place.
     Shapes: memory state_BHEF and history_BWC; the history of several sequences is read but not kept.
     """
@@ -48,9 +49,7 @@ def linear_attention(
     return functional.linear(o_NHF.flatten(1), weights.out_LDC[index])
 
 
-def latent_attention(
-    x_ND: torch.Tensor, weights: LatentWeights, rows: Rows, kept_JC: torch.Tensor | None
-) -> torch.Tensor:
+def latent_attention(x_ND: Tensor, weights: LatentWeights, rows: Rows, kept_JC: Tensor | None) -> Tensor:
     """A latent attention layer in its plain form. Rows of one sequence are kept in ``kept_JC`` behind the first start.
     Keys and values of the tokens before are expanded again from the kept rows.
     """
@@ -83,7 +82,7 @@ def latent_attention(
     return functional.linear(o_NHF.flatten(1), weights.out_DC)
 
 
-def feed(x_ND: torch.Tensor, layer: LayerWeights, config: TargetConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+def feed(x_ND: Tensor, layer: LayerWeights, config: TargetConfig) -> tuple[Tensor, Tensor | None]:
     """What the experts chosen for each row say and their weights, or what the dense MLP says: parts of ``add_norm``."""
     experts = layer.experts
     if layer.router is None:
@@ -94,7 +93,7 @@ def feed(x_ND: torch.Tensor, layer: LayerWeights, config: TargetConfig) -> tuple
     return moe.run_each(x_ND, ids_NJ, experts.gate_up_XCD, experts.down_XDI, experts.limits_X), weights_NJ
 
 
-def _attend(q_NHE: torch.Tensor, k_JHE: torch.Tensor, v_JHF: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _attend(q_NHE: Tensor, k_JHE: Tensor, v_JHF: Tensor, rows: Rows) -> Tensor:
     """Causal attention, sequence by sequence; the last query sees all keys."""
     lengths = list(rows.chunks.lengths)
     seen = [rows.start + lengths[0], *lengths[1:]]
@@ -112,7 +111,7 @@ def _attend(q_NHE: torch.Tensor, k_JHE: torch.Tensor, v_JHF: torch.Tensor, rows:
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _wide_product(x_ND: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
+def _wide_product(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
     """``x W^T`` in float32 or higher; a GPU sums products of the weight's dtype, as the engine's router does."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     if x_ND.is_cuda and weight_XD.dtype != wide:
