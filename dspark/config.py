@@ -196,7 +196,7 @@ def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give configs/nano.yaml ...")
+        raise ConfigError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give a run, see configs/")
     try:
         tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

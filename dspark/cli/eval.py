@@ -13,16 +13,14 @@ from dspark.cli.progress import count_progress
 from dspark.config import EvalSection, RunConfig, TargetSection, load_run, validated
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode.sampling import Sampling
-from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.eval.measure import Measurement, measure
+from dspark.eval.measure import measure
 from dspark.eval.report import EvalReport, task_tables, write_json
 from dspark.eval.tasks import load_task, task_names
 from dspark.export import check_target, draft_fingerprint, read_draft
 from dspark.provenance import describe_launch
 from dspark.target.loading import load_target, locate_target, target_facts, target_fingerprint
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
-from dspark.types import Target
 
 TASKS_HELP = f"Separated by commas: {', '.join(task_names())}, or .jsonl and .parquet files.  [default: heldout]"
 
@@ -70,7 +68,12 @@ def evaluate(
     tensor_dtype = getattr(torch, chosen.dtype)
     model = load_target(folder, target_layer_ids=draft_config.target_layer_ids, dtype=tensor_dtype, device=device)
     drafter = read_draft(place, (model.embedding_VD, model.head_VD), dtype=tensor_dtype, device=device)
-    measurements = _measure_all(model, drafter, prompts, plan, facts.stop_token_ids, seed)
+    measurements = []
+    for name, ids in prompts.items():
+        for temperature in plan.temperatures:
+            sampling = Sampling(temperature, plan.max_new_tokens, facts.stop_token_ids)
+            with count_progress(f"{name}, T = {temperature:g}", len(ids)) as advance:
+                measurements.append(measure(model, drafter, (name, ids), sampling, seed, advance))
     template = template_fingerprint(tokenizer) if tokenizer.chat_template else None
     words = {"tokenizer_fingerprint": tokenizer_fingerprint(folder), "template_fingerprint": template}
     of_target = {"name": chosen.path, "fingerprint": fingerprint} | words | {"dtype": chosen.dtype}
@@ -83,29 +86,12 @@ def evaluate(
         "target_layer_ids": draft_config.target_layer_ids,
     }
     settings = plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device, "top_p": 1.0}
-    report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), measurements)
+    report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), tuple(measurements))
     console = Console()
     console.print(*task_tables(report))
     if json is not None:
         write_json(report, json)
         console.print(f"written to {json}")
-
-
-def _measure_all(
-    model: Target[Any],
-    drafter: DraftModel,
-    prompts: dict[str, list[torch.Tensor]],
-    plan: EvalSection,
-    stop_token_ids: tuple[int, ...],
-    seed: int,
-) -> tuple[Measurement, ...]:
-    measurements = []
-    for task in prompts.items():
-        for temperature in plan.temperatures:
-            sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids)
-            with count_progress(f"{task[0]}, T = {temperature:g}", len(task[1])) as advance:
-                measurements.append(measure(model, drafter, task, sampling, seed, advance))
-    return tuple(measurements)
 
 
 def _plan(run: RunConfig | None, given: dict[str, Any]) -> EvalSection:

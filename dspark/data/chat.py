@@ -26,10 +26,8 @@ class Encoded:
 
     def __post_init__(self) -> None:
         if not self.loss_mask_T[1:].any():
-            raise PromptError(
-                f"{self.place}: nothing to predict among {len(self.ids_T)} tokens; expected assistant content, "
-                "or plain text of at least two tokens"
-            )
+            needed = "expected assistant content, or plain text of at least two tokens"
+            raise PromptError(f"{self.place}: nothing to predict among {len(self.ids_T)} tokens; {needed}")
         assert self.ids_T.shape == self.loss_mask_T.shape
         assert not self.loss_mask_T[0]
 
@@ -94,10 +92,8 @@ def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded
 def check_length(place: str, num_tokens: int, max_tokens: int) -> None:
     """Refuse a sequence longer than ``record.max_tokens``. Raises: PromptError."""
     if num_tokens > max_tokens:
-        raise PromptError(
-            f"{place}: {num_tokens} tokens, at most {max_tokens} (record.max_tokens) are allowed; "
-            "raise record.max_tokens, lower data.max_response_tokens or shorten the text"
-        )
+        hint = "raise it, lower data.max_response_tokens or shorten the text"
+        raise PromptError(f"{place}: {num_tokens} tokens, at most {max_tokens} (record.max_tokens) are allowed; {hint}")
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

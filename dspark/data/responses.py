@@ -133,10 +133,7 @@ def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
     if len(encoded) != num:
         raise RecordError(f"{path}: found {len(encoded)} responses, expected {num}; run dspark prepare again to finish")
     if digest(prompts) != header.prompts_sha256:
-        raise RecordError(
-            f"{path}: its prompt_ids are not those that {header_path(path).name} was written for; it "
-            "was altered: delete both files and run dspark prepare"
-        )
+        raise RecordError(f"{path}: not the prompts of {header_path(path).name}; delete both, run dspark prepare again")
     return encoded
 
 
@@ -144,10 +141,8 @@ def _parse(path: Path, number: int, line: bytes) -> _Row:
     try:
         return _Row.model_validate_json(line)
     except ValidationError as error:
-        raise RecordError(
-            f"{path}:{number}: not a response ({describe_validation(error)}); delete this line and all after it, "
-            "then run dspark prepare again"
-        ) from error
+        found = describe_validation(error)
+        raise RecordError(f"{path}:{number}: not a response ({found}); delete the lines from here on") from error
 
 
 def _row(

@@ -69,10 +69,10 @@ def speculate(
     Shapes: prompt_ids_T int64, T >= 1; the draft is bound to the target's tables. Source: dspark.md 6.
     Raises: DraftMismatchError for a draft of other tapped layers, or a threshold without a confidence head.
     """
-    if draft.config.target_layer_ids != target.target_layer_ids:
+    read, tapped = list(draft.config.target_layer_ids), list(target.target_layer_ids)
+    if read != tapped:
         raise DraftMismatchError(
-            f"the draft reads target layers {list(draft.config.target_layer_ids)} but the target was loaded with "
-            f"{list(target.target_layer_ids)}; load the target with the draft's target_layer_ids"
+            f"the draft reads target layers {read}, the target was loaded with {tapped}; load those"
         )
     if confidence_threshold > 0 and not draft.config.enable_confidence_head:
         raise DraftMismatchError(f"confidence_threshold {confidence_threshold} needs a confidence head; use 0")

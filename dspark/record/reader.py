@@ -38,11 +38,8 @@ class RecordReader:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         if not self.manifest.is_complete:
-            done = sum(shard.num_sequences for shard in self.manifest.shards)
-            raise RecordError(
-                f"{self.folder}: {done} of {self.manifest.num_sequences} sequences are recorded; "
-                "run dspark record again to finish"
-            )
+            done = f"{sum(shard.num_sequences for shard in self.manifest.shards)} of {len(self)}"
+            raise RecordError(f"{self.folder}: {done} sequences are recorded; run dspark record again to finish")
         self._starts = [0, *accumulate(shard.num_sequences for shard in self.manifest.shards)]
         self._shards: dict[int, _Shard] = {}
 
@@ -58,12 +55,9 @@ class RecordReader:
         first sequence of every shard the labels' log-probabilities are recomputed from it. Raises: RecordError naming
         the shard.
         """
-        wanted = (self.manifest.vocab_size, self.manifest.hidden_size)
-        if head_VD is not None and head_VD.shape != wanted:
-            raise RecordError(
-                f"{self.folder}: found a head of {list(head_VD.shape)}, expected {list(wanted)}; "
-                f"use the target that was recorded, {self.manifest.target}"
-            )
+        wanted = [self.manifest.vocab_size, self.manifest.hidden_size]
+        if head_VD is not None and list(head_VD.shape) != wanted:
+            raise RecordError(f"{self.folder}: found a head of {list(head_VD.shape)}, expected {wanted} as recorded")
         tolerance = LOGPROB_TOLERANCE[self.manifest.torch_dtype]
         for start, entry in zip(self._starts, self.manifest.shards, strict=False):
             sequence, recorded_M = self._read(start)

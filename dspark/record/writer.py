@@ -69,10 +69,7 @@ def open_writer(folder: Path, description: Manifest) -> RecordWriter:
     old, new = (manifest.model_dump(exclude={"shards", "versions", "target"}) for manifest in (found, description))
     differing = [f"{key} is {old[key]!r} there and {new[key]!r} now" for key in old if old[key] != new[key]]
     if differing:
-        raise RecordError(
-            f"{folder}: holds a record of something else: {'; '.join(differing)}; "
-            "give this run another record.folder, or delete the manifest and the shards"
-        )
+        raise RecordError(f"{folder}: holds another record: {'; '.join(differing)}; give another record.folder")
     needed_bytes = found.num_bytes - sum(shard.num_bytes for shard in found.shards)
     free_bytes = disk_usage(folder).free
     if needed_bytes > free_bytes:

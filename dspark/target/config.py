@@ -18,7 +18,6 @@ _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("scale_router_input", "use_mla_nope", "use_kda_lora", "mtp_use_kda"), (False, None)),
     **dict.fromkeys(("use_bias", "use_qkv_bias", "use_nGPT", "up_proj_norm", "value_norm"), (False, None)),
     **dict.fromkeys(("score_function", "scoring_func"), ("sigmoid",)),
-    "num_kv_heads_for_linear_attn": (0, None),
     "topk_method": ("noaux_tc",),
     "router_dtype": ("fp32", "float32", None),
     "gated_attention_proj_granularity_type": ("head_wise",),
@@ -121,10 +120,14 @@ def parse_target_config(values: Mapping[str, Any], place: str = "config.json") -
     architectures = values.get("architectures")
     if architectures != [LING_ARCHITECTURE]:
         raise ConfigError(f"{place}: architectures must be [{LING_ARCHITECTURE!r}], got {architectures!r}")
-    for key, allowed in _ONLY_VALUE.items():
-        if key in values and values[key] not in allowed and not _is_same_as_heads(key, values):
+    kv_heads = {"num_kv_heads_for_linear_attn": (0, None, values.get("num_attention_heads"))}
+    for key, allowed in (kv_heads | _ONLY_VALUE).items():
+        if key in values and values[key] not in allowed:
             raise ConfigError(f"{place}: {key} must be {allowed[0]!r}, got {values[key]!r}; no other law is computed")
-    _check_rope_scaling(values.get("rope_scaling"), place)
+    scaling = values.get("rope_scaling")
+    is_default = isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default"
+    if scaling is not None and not is_default:
+        raise ConfigError(f"{place}: rope_scaling must be null, got {scaling!r}; YaRN and others are not computed")
     try:
         config = TargetConfig.model_validate(values)
     except ValidationError as error:
@@ -157,13 +160,3 @@ def _limit(limits: tuple[float | None, ...] | None, layer: int) -> float | None:
     if limits is None or layer >= len(limits):
         return None
     return limits[layer] or None
-
-
-def _is_same_as_heads(key: str, values: Mapping[str, Any]) -> bool:
-    return key == "num_kv_heads_for_linear_attn" and values[key] == values.get("num_attention_heads")
-
-
-def _check_rope_scaling(scaling: Any, place: str) -> None:
-    if scaling is None or (isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default"):
-        return
-    raise ConfigError(f"{place}: rope_scaling must be null, got {scaling!r}; YaRN and other scalings are not computed")

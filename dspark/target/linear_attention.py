@@ -49,7 +49,8 @@ class LinearAttention(nn.Module):
             if memory is None:
                 memory = self._nothing(inputs_BTC, wide)
             window_BWC = torch.cat((memory.history_BWC, inputs_BTC), 1)
-            mixed = torch.unflatten(kda.short_conv(window_BWC, self._taps()), -1, (3, *heads))
+            taps_CJ = torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
+            mixed = torch.unflatten(kda.short_conv(window_BWC, taps_CJ), -1, (3, *heads))
             q_BTHE, k_BTHE = kda.l2norm(mixed[:, :, :2]).unbind(2)
             log_decay_NHE = kda.log_decay(f_NHE.to(wide), self.A_log, self.dt_bias.view(heads), self.lower_bound)
             log_decay_BTHE, beta_BTH = layout.pad(log_decay_NHE), layout.pad(beta_NH.to(wide).sigmoid())
@@ -60,9 +61,6 @@ class LinearAttention(nn.Module):
             o_NHF = kda.gated_rms_norm(layout.pack(rule.o_BTHF), self.o_norm.weight, gate_NHF, self.o_norm.eps)
         y_ND = self.o_proj(o_NHF.flatten(1).to(gate_NHF.dtype))
         return y_ND, LinearStage(window_BWC, k_BTHE, log_decay_BTHE, rule.deltas_BTHF, rule.state_BHEF)
-
-    def _taps(self) -> Tensor:
-        return torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
 
     def _nothing(self, inputs_BTC: Tensor, wide: torch.dtype) -> LinearMemory:
         num_sequences, _, channels = inputs_BTC.shape

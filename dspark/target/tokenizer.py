@@ -25,10 +25,8 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
             folder, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder}: tokenizer.json, tokenizer_config.json or chat_template.jinja is damaged "
-            f"({type(error).__name__}: {error}); download them again"
-        ) from error
+        files = "tokenizer.json, tokenizer_config.json or chat_template.jinja"
+        raise CheckpointError(f"{folder}: {files} is damaged ({type(error).__name__}: {error})") from error
     vocab_size = read_config_json(folder).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if not isinstance(vocab_size, int) or largest >= vocab_size:

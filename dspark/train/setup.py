@@ -18,10 +18,8 @@ SMALLEST_MASK_ROW = 1e-2
 def check_record(manifest: Manifest, draft: DraftConfig, target_fingerprint: str) -> None:
     """Refuse a record of another target, or with other taps than the draft reads. Raises: RecordError naming both."""
     if manifest.target_fingerprint != target_fingerprint:
-        raise RecordError(
-            f"the record was made from {manifest.target} with fingerprint {manifest.target_fingerprint}, "
-            f"the run's target has {target_fingerprint}; record again or mend target.path"
-        )
+        made = f"{manifest.target} with fingerprint {manifest.target_fingerprint}"
+        raise RecordError(f"the record was made from {made}, the run's target has {target_fingerprint}; record again")
     for name in ("target_layer_ids", "hidden_size", "vocab_size"):
         recorded, wanted = getattr(manifest, name), getattr(draft, name)
         if recorded != wanted:
@@ -46,10 +44,8 @@ def check_mask_row(embedding_VD: Tensor, draft: DraftConfig) -> None:
     norms_V = embedding_VD.float().norm(dim=1)
     row, median = float(norms_V[draft.mask_token_id]), float(norms_V.median())
     if row < SMALLEST_MASK_ROW * median:
-        raise ConfigError(
-            f"draft.mask_token_id {draft.mask_token_id}: its embedding has norm {row:.2e}, the median {median:.2e}; "
-            f"choose a special token that the target was trained with and that text does not hold"
-        )
+        mask, found = draft.mask_token_id, f"its embedding has norm {row:.2e}, the median {median:.2e}"
+        raise ConfigError(f"draft.mask_token_id {mask}: {found}; choose a trained special token that no text holds")
 
 
 def fresh_draft(config: DraftConfig, seed: int) -> DraftModel:

@@ -53,7 +53,10 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
         is_last = place == len(window) - 1
         with _gradient_exchange(learner, is_last):
             loss, found = _loss(learner, batch.to(device), target, pooled, step)
-            _backward(learner, loss * world_size())
+            if learner.engine:
+                learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
+            else:
+                torch.autograd.backward(loss * world_size())
         losses.append(loss.detach())
         metrics.append(found | {"tokens": (batch.lengths_B.sum(), torch.ones(()))})
     _refuse_non_finite_losses(torch.stack(losses), window, step)
@@ -85,13 +88,6 @@ def _gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManage
         return nullcontext()
     exchange: AbstractContextManager[None] = learner.accelerator.no_sync(learner.wrapped)
     return nullcontext() if is_last else exchange
-
-
-def _backward(learner: Learner, loss: Tensor) -> None:
-    if learner.engine:
-        learner.engine.backward(loss, scale_wrt_gas=False)
-    else:
-        torch.autograd.backward(loss)
 
 
 def _move(learner: Learner, window: Sequence[Batch], step: int) -> Tensor:

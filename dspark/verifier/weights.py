@@ -32,11 +32,9 @@ class Shard:
         wrong = [f"{name} {getattr(config, name)}" for name in DIVIDED if getattr(config, name) % self.world_size]
         if wrong:
             raise ConfigError(f"{self.world_size} ranks do not divide {', '.join(wrong)}; use fewer ranks")
-        if config.shared_intermediate_size != config.moe_intermediate_size:
-            raise ConfigError(
-                f"the verifier runs the shared expert as one more expert, so its width must be moe_intermediate_size "
-                f"{config.moe_intermediate_size}, got {config.shared_intermediate_size}"
-            )
+        shared, inner = config.shared_intermediate_size, config.moe_intermediate_size
+        if shared != inner:  # it runs as one more expert
+            raise ConfigError(f"the verifier's shared expert must be moe_intermediate_size {inner}, got {shared}")
 
 
 @dataclass(frozen=True)
@@ -171,15 +169,11 @@ def allocate(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.de
     factory: dict[str, Any] = {"dtype": precision.working, "device": device}
     width, gate = config.hidden_size, precision.of("router")
     linear_layers = [layer for layer in range(config.num_hidden_layers) if not config.is_latent(layer)]
-    return VerifierWeights(
-        config=config,
-        shard=shard,
-        embedding_VD=torch.empty(config.vocab_size, width, **factory),
-        linear=_linear(config, shard, len(linear_layers), factory) if linear_layers else None,
-        layers=tuple(_layer(config, shard, layer, factory, gate) for layer in range(config.num_hidden_layers)),
-        norm_D=torch.empty(width, **factory),
-        head_VD=torch.empty(shard.part(config.vocab_size), width, dtype=precision.of("head"), device=device),
-    )
+    embedding_VD, norm_D = torch.empty(config.vocab_size, width, **factory), torch.empty(width, **factory)
+    linear = _linear(config, shard, len(linear_layers), factory) if linear_layers else None
+    layers = tuple(_layer(config, shard, layer, factory, gate) for layer in range(config.num_hidden_layers))
+    head_VD = torch.empty(shard.part(config.vocab_size), width, dtype=precision.of("head"), device=device)
+    return VerifierWeights(config, shard, embedding_VD, linear, layers, norm_D, head_VD)
 
 
 def allocate_mtp(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> MtpWeights:

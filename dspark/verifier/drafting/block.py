@@ -33,18 +33,14 @@ class BlockDrafter:
         found = (config.vocab_size, config.hidden_size, config.target_layer_ids)
         expected = (verifier.vocab_size, verifier.hidden_size, verifier.target_layer_ids)
         if found != expected:
-            raise DraftMismatchError(
-                f"vocab_size, hidden_size and target_layer_ids of the draft are {found}, of the verifier {expected}; "
-                f"make the verifier of the draft's target and its tapped layers"
-            )
+            names = "vocab_size, hidden_size and target_layer_ids"
+            raise DraftMismatchError(f"{names} of the draft are {found}, of the verifier {expected}; make them equal")
         if not 1 <= num_drafts <= config.block_size < MAX_TOKENS:
             most = f"a cycle drafts 1 to block_size tokens, which is at most {MAX_TOKENS - 1}"
             raise DraftMismatchError(f"{most}; found {num_drafts} of block_size {config.block_size}")
         if (weights.shard, weights.norm_D.dtype) != (verifier.weights.shard, dtype):
-            raise DraftMismatchError(
-                f"the draft is {weights.norm_D.dtype} of {weights.shard}, the verifier {dtype} of "
-                f"{verifier.weights.shard}; take the draft's part and dtype from the verifier"
-            )
+            ours, theirs = f"{weights.norm_D.dtype} of {weights.shard}", f"{dtype} of {verifier.weights.shard}"
+            raise DraftMismatchError(f"draft: {ours}, verifier: {theirs}; take part and dtype from the verifier")
         self.verifier, self.weights, self.num_drafts = verifier, weights, num_drafts
         self._wide = torch.promote_types(dtype, torch.float32)
         num_rows = verifier.buffers.capacity_tokens + MAX_TOKENS

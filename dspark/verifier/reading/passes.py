@@ -93,7 +93,5 @@ def _check_memory(weights: VerifierWeights, num_tokens: int, num_taps: int, star
     needed = reading_bytes(weights.config, weights.shard, num_tokens, weights.dtype, num_taps, start)
     free = free_bytes(weights.device)
     if needed > free:
-        raise ConfigError(
-            f"reading {num_tokens} tokens together takes {needed / 1e9:.2f} GB, {weights.device} has "
-            f"{free / 1e9:.2f} GB free; read fewer at a time"
-        )
+        sizes = f"{needed / 1e9:.2f} GB, {weights.device} has {free / 1e9:.2f} GB free"
+        raise ConfigError(f"reading {num_tokens} tokens together takes {sizes}; read fewer at a time")
