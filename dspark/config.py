@@ -191,9 +191,7 @@ class RunConfig(Section):
 
 
 def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Read a run from YAML and apply ``section.key=value`` overrides (YAML too). Raises: ConfigError naming file and
-    key.
-    """
+    """Read a run from YAML and apply ``section.key=value`` overrides. Raises: ConfigError naming the file and key."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give a run, see configs/")

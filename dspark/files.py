@@ -57,9 +57,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
-    """Make the folder and be its only writer until the block ends. Raises: ConfigError when another process writes
-    there.
-    """
+    """Make the folder and be its only writer until the block ends. Raises: ConfigError when another one writes."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -15,9 +15,9 @@ from dspark.errors import PromptError
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence to record. Shapes: ids_T int64, T >= 2; loss_mask_T bool, true at positions to predict, never the
-    first.
-    ``place`` is where the user finds its text. Raises: PromptError when nothing is to be predicted.
+    """One sequence to record; ``place`` is where the user finds its text. Raises: PromptError when nothing is
+    predicted.
+    Shapes: ids_T int64, T >= 2; loss_mask_T bool, true at positions to predict, never the first.
     """
 
     ids_T: torch.Tensor

@@ -53,8 +53,7 @@ def encode_each(
     rows: Sequence[RowT], encode: Callable[[RowT], EncodedT], *, is_leaving_out: bool = False
 ) -> list[EncodedT]:
     """``encode`` of every row; those it refuses with a PromptError are refused together, or left out when asked.
-    Raises: PromptError naming the first unusable rows and their number; with ``is_leaving_out`` only if nothing is
-    left.
+    Raises: PromptError naming the first unusable rows and their number; with ``is_leaving_out`` if nothing is left.
     """
     encoded, errors = [], []
     for row in rows:

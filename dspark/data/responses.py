@@ -86,8 +86,7 @@ def write_responses(
 
     A file that is already there is continued after its last whole batch. ``on_row`` is called for every row that is on
     disk. ``finish_reason`` is ``stop`` if the response ends with a stop token, else ``length``.
-    Raises: RecordError when the file was made from other prompts, another target or other settings, or holds another
-    line.
+    Raises: RecordError when the file was made from other prompts, another target or other settings.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _open_header(header, path)

@@ -25,8 +25,7 @@ class Generation:
 def generate(
     target: Target[CacheT], prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
 ) -> list[torch.Tensor]:
-    """Plain decoding: the target alone, all prompts in step, one token a pass; finished rows go on unseen, which costs
-    less.
+    """Plain decoding: the target alone, all prompts in step, one token a pass; finished rows go on unseen.
 
     Each row draws from its own ``uniforms`` (see ``row_uniforms``), one a token, so its text does not depend on the
     other rows but for the rounding of the target's batched arithmetic.
@@ -71,9 +70,7 @@ def speculate(
     """
     read, tapped = list(draft.config.target_layer_ids), list(target.target_layer_ids)
     if read != tapped:
-        raise DraftMismatchError(
-            f"the draft reads target layers {read}, the target was loaded with {tapped}; load those"
-        )
+        raise DraftMismatchError(f"load the target with layers {read}, which the draft reads, not with {tapped}")
     if confidence_threshold > 0 and not draft.config.enable_confidence_head:
         raise DraftMismatchError(f"confidence_threshold {confidence_threshold} needs a confidence head; use 0")
     cache, output = target.prefill([prompt_ids_T])

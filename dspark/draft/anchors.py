@@ -8,9 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockTargets:
-    """What every slot of every block should say: label_ids_BAK int64 where valid_BAK (bool, true on a prefix of a
-    block).
-    """
+    """What the slots should say: label_ids_BAK int64 where valid_BAK (bool, true on a prefix of each block)."""
 
     label_ids_BAK: Tensor
     valid_BAK: Tensor
@@ -78,8 +76,7 @@ def block_visibility(anchors_BA: Tensor, keep_BA: Tensor, num_tokens: int, block
     """Which keys each slot reads: context strictly before its anchor, and every slot of its own block.
 
     Keys are the T context rows followed by the A * K slots. A padding block reads its own slots only, so that its
-    softmax stays finite on every backend. Padding behind a sequence is never read, since every anchor lies inside its
-    sequence.
+    softmax stays finite on every backend. Padding behind a sequence is never read: every anchor lies before it.
     Shapes: anchors_BA int64, keep_BA bool. Returns: bool [B, 1, A * K, T + A * K], true where visible.
     Source: DeepSpec, block mask (specs/dspark.md 1.2); DeepSpec lets a padding block see nothing.
     """

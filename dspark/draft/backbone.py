@@ -35,9 +35,7 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def keys_values(self, hidden_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Keys after norm and rotation, and values, of context rows or a block's slots: [B, key-value heads, T, E]
-        both.
-        """
+        """Keys after norm and rotation, and values, of context rows or slots, both [B, key-value heads, T, E]."""
         heads = (*hidden_BTD.shape[:2], self.num_key_value_heads, self.head_dim)
         keys_BTHE = self.k_norm(self.k_proj(hidden_BTD).view(heads))
         values_BTHE = self.v_proj(hidden_BTD).view(heads)

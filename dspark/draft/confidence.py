@@ -7,8 +7,7 @@ from dspark.config import DraftConfig
 
 
 class ConfidenceHead(nn.Module):
-    """One linear row with bias on [h; W1[previous]], or on h alone; W1's plain row also beside a gated or recurrent
-    head.
+    """One linear row with bias on [h; W1[previous]], or on h alone; W1's plain row whatever the Markov head.
     Source: DSpark (arXiv 2607.05147); DeepSpec (specs/dspark.md 1.8).
     """
 

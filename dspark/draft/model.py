@@ -51,9 +51,7 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Fill every matrix from a normal law of deviation 0.02, every bias with 0 and every norm with 1, on their
-        device.
-        """
+        """Matrices from a normal law of deviation 0.02, biases 0, norms 1. The generator is on the weights' device."""
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
@@ -93,8 +91,7 @@ class DraftModel(nn.Module):
     def blocks(
         self, anchor_ids_BA: Tensor, positions_BAK: Tensor, memories: Sequence[Memory], visible_B1NT: Tensor | None
     ) -> Tensor:
-        """Run the layers over blocks [anchor, mask, mask, ...]. Returns: hidden states after the final norm, [B, A, K,
-        D].
+        """Run the layers over blocks [anchor, mask, mask, ...]. Returns: [B, A, K, D] after the final norm.
         Shapes: positions_BAK int64 text positions of the slots; one memory a layer; visible_B1NT as from
         ``block_visibility``, or None when each slot may read all that the memories hold.
         """

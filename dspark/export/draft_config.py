@@ -32,8 +32,7 @@ def architecture_for(target_architecture: str) -> Architecture:
 @dataclass(frozen=True)
 class FolderFields:
     """What config.json says beside the architecture of the draft: the target's three ids, the anchors of its training,
-    and the tag by which a runtime picks its class (``Qwen3DSparkModel`` for vLLM without the Ling draft, llama.cpp,
-    DeepSpec).
+    and the tag by which a runtime picks its class (Qwen3's for vLLM without the Ling draft, llama.cpp, DeepSpec).
     """
 
     eos_token_id: int
@@ -45,8 +44,7 @@ class FolderFields:
 
 def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
     """The mapping to write as config.json. Source: specs/dspark.md 2.6 (what runtimes read at the top level).
-    Raises: ConfigError when the mask token is the target's end or padding token: a slot could not tell it from a real
-    one.
+    Raises: ConfigError when the mask token is the target's end or padding token, which a slot reads as a real one.
     """
     mask = config.mask_token_id
     if mask in (fields.eos_token_id, fields.pad_token_id):
@@ -76,8 +74,7 @@ def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
 
 def read_draft_config(folder: Path) -> DraftConfig:
     """Read the architecture from an exported folder, ours or another trainer's of the same layout.
-    Raises: CheckpointError without a config.json; ConfigError naming the key that is missing, wrong or not computed
-    here.
+    Raises: CheckpointError without a config.json; ConfigError naming a key that is missing or not computed here.
     """
     path = folder / "config.json"
     if not path.is_file():

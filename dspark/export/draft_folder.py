@@ -23,9 +23,7 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a draft without the target's two tables (specs/dspark.md 3.1); allocates
-    nothing.
-    """
+    """Name and shape of a draft's tensors without the target's tables (specs/dspark.md 3.1); allocates nothing."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in DraftModel(config).state_dict().items()}
 

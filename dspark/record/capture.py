@@ -33,8 +33,7 @@ def capture(
 
     What goes into a shard depends on nothing outside it: a run that was stopped and started again writes the same
     bytes. ``on_sequence`` is called for every sequence that was read or was already recorded.
-    Raises: RecordError for ids outside the vocabulary, and naming the first sequence of a pack whose states are not
-    finite.
+    Raises: RecordError for ids outside the vocabulary, and naming the first sequence of a pack with states not finite.
     """
     check_ids(sequences, target.vocab_size)
     lengths = [len(sequence.ids_T) for sequence in sequences]

@@ -51,9 +51,8 @@ class RecordReader:
         return self._read(index)[0]
 
     def check(self, head_VD: torch.Tensor | None = None) -> None:
-        """Verify every shard's checksum and, given the target's head, that it belongs to the recorded states: in the
-        first sequence of every shard the labels' log-probabilities are recomputed from it. Raises: RecordError naming
-        the shard.
+        """Verify every shard's checksum and, given the target's head, that it gives the recorded log-probabilities of
+        the labels in the first sequence of every shard. Raises: RecordError naming the shard.
         """
         wanted = [self.manifest.vocab_size, self.manifest.hidden_size]
         if head_VD is not None and list(head_VD.shape) != wanted:

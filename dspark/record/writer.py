@@ -58,8 +58,7 @@ class RecordWriter:
 
 
 def open_writer(folder: Path, description: Manifest) -> RecordWriter:
-    """Start a record (``description``: no shards), or go on with the one in ``folder`` if made from the very same
-    things.
+    """Start a record (``description``: no shards), or go on with the one in ``folder`` made from the very same things.
     Raises: RecordError naming every difference, or when the disk cannot hold what is to come.
     """
     assert not description.shards

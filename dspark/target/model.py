@@ -162,10 +162,8 @@ class LingModel(nn.Module):
         cache.commit(counts_B)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw fresh weights: normal with deviation 0.02, norms 1, expert bias 0, convolutions uniform in
-        +-1/sqrt(taps).
-        ``dt_bias`` spreads the channels' decay rates evenly in the logarithm from 0.001 to 1 a token, so that short and
-        long memories exist from the start.
+        """Draw fresh weights: normal with deviation 0.02, norms 1, expert bias 0, convolutions uniform to 1/sqrt(taps).
+        ``dt_bias`` spreads the decay rates of the channels evenly in the logarithm from 0.001 to 1 a token.
         """
         rates = (0.001, 1.0)
         for name, tensor in self.state_dict().items():

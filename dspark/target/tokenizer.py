@@ -13,8 +13,7 @@ from dspark.target.config import read_config_json
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; no code of the folder is run.
-    Raises: CheckpointError when tokenizer.json is missing, one is damaged, or it knows ids that the model has no row
-    for.
+    Raises: CheckpointError when one is missing or damaged, or the tokenizer knows ids that the model has no row for.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"

@@ -110,9 +110,8 @@ def load_transformers_target(
     folder: Path, target_layer_ids: tuple[int, ...], dtype: torch.dtype, device: str | torch.device
 ) -> TransformersTarget:
     """Read a model folder through transformers: safetensors only, no remote code, no network.
-    Raises: ConfigError when transformers does not know the architecture, when its layers keep a state that cannot be
-    rolled back, or when its logits are not the head on the last hidden state; CheckpointError for missing or damaged
-    weights.
+    Raises: ConfigError for an unknown architecture, for layers whose state cannot be rolled back, or when the logits
+    are not the head on the last hidden state; CheckpointError for missing or damaged weights.
     """
     Checkpoint(folder)  # says what is damaged better than transformers would
     loaded: Any

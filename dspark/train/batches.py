@@ -100,9 +100,8 @@ def read_window(record: Record, run: RunConfig, sequences_seen: int, share: Shar
 def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Share) -> list[list[Draw]]:
     """The draws of one step for one process, a list for each micro-step.
 
-    The record is read in a new permutation each pass, without a gap. The step takes the next
-    ``share.sequences_per_step`` of that stream, however it is split over processes and micro-steps: ``sequences_seen``
-    alone says what it learns from.
+    The record is read in a new permutation each pass, without a gap. The step takes the next sequences of that stream,
+    so ``sequences_seen`` alone says what it learns from, however it is split over processes and micro-steps.
     """
     window = []
     for micro_step in range(share.accumulation_steps):
@@ -113,9 +112,7 @@ def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Shar
 
 
 def read_batch(record: Record, draws: Sequence[Draw], num_anchors: int, seed: int) -> Batch:
-    """Read the drawn sequences, choose their anchors (by seed, pass and index only) and pad them to one batch on the
-    CPU.
-    """
+    """Read the drawn sequences, choose anchors (by seed, pass and index only) and pad to one batch on the CPU."""
     sequences = [record[draw.index] for draw in draws]
     lengths = [len(sequence.ids_T) for sequence in sequences]
     anchors = []

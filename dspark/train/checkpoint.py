@@ -30,9 +30,8 @@ class Progress:
 
 
 def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The draft's float32 parameters and AdamW's moments (``exp_avg.NAME``), on the CPU; under ZeRO every rank calls
-    it.
-    ``draft`` is the bare model and ``optimizer`` accelerate's.
+    """The draft's float32 parameters and AdamW's moments (``exp_avg.NAME``), on the CPU.
+    ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO every rank must call it.
     """
     parameters: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}

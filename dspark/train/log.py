@@ -32,11 +32,10 @@ class PooledMetrics:
             self._sums[name] = (before[0] + numerator, before[1] + denominator)
 
     def row(self, step: int, rate: float) -> Row:
-        """Pool over steps and ranks and start anew; every rank calls it and gets the same row. ``step`` counts the
-        steps done.
+        """Pool over steps and ranks and start anew; every rank calls it and gets the same row.
 
-        Besides the metrics, which are left out where nothing was counted, a row holds the learning rate,
-        ``acceptance_length`` (estimated, with the bonus token) and ``tokens_per_second``.
+        Besides the metrics, which are left out where nothing was counted, a row holds the steps done, the learning
+        rate, ``acceptance_length`` (estimated, with the bonus token) and ``tokens_per_second``.
         """
         names = sorted(self._sums)
         totals_M2 = sum_over_ranks(torch.stack([torch.stack(self._sums[name]) for name in names])).tolist()

@@ -19,8 +19,8 @@ EPSILON = 1e-6
 class Agreement(NamedTuple):
     """What the terms need of the two distributions of every slot; all [B, A, K], float32 or better.
 
-    The log-probabilities are the label's; divergence_BAK is KL(teacher || draft); acceptance_BAK is sum_v min(p, q) = 1
-    - total variation. Gradients flow through all but the teacher's.
+    The log-probabilities are the label's; divergence_BAK is KL(teacher || draft); acceptance_BAK, one minus the total
+    variation, is sum_v min(p, q). Gradients flow through all but the teacher's.
     """
 
     draft_logprobs_BAK: Tensor

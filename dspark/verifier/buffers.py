@@ -18,8 +18,7 @@ NUM_COUNTERS = 65536
 class Buffers:
     """Committed memory of one sequence, and what every pass shares.
     Shapes: state_LHEF and history_LWC the linear layers' memory (the W inputs before the next token); rows_MJC the
-    latent layers' rows, of which the first length_1 (int64) count; angles_JE2 cosine and sine of every position;
-    counters int32.
+    latent layers' rows, of which the first length_1 (int64) count; angles_JE2 of every position; counters int32.
     """
 
     state_LHEF: torch.Tensor
@@ -49,9 +48,7 @@ class Buffers:
 def allocate_buffers(
     config: TargetConfig, shard: Shard, capacity_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Buffers:
-    """Empty memory for ``capacity_tokens`` committed tokens; on the meta device only its shapes. Raises: ConfigError
-    for 0.
-    """
+    """Empty memory for ``capacity_tokens`` committed tokens, on the meta device only shapes. Raises: ConfigError."""
     if capacity_tokens < 1:
         raise ConfigError(f"capacity_tokens must be at least 1, got {capacity_tokens}")
     wide = torch.promote_types(dtype, torch.float32)

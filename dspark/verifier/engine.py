@@ -82,9 +82,7 @@ class Verifier:
         device: torch.device | str = "cuda",
         ranks: Ranks = ALONE,
     ) -> Self:
-        """Plan, then read a rank's slices. Raises: ConfigError before memory that is missing is allocated; as
-        ``load_weights``.
-        """
+        """Plan, then read a rank's slices. Raises: ConfigError when the memory is missing; as ``load_weights``."""
         _check_device(torch.device(device))
         shard = Shard(ranks.rank, ranks.world_size)
         plan = make_plan(load_target_config(folder), shard, capacity_tokens, dtype, device)

@@ -29,9 +29,8 @@ WeightsT = TypeVar("WeightsT", VerifierWeights, MtpWeights)
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor's slice and the memory that it fills, a view into the rank's weights.
-    ``is_whole``: this rank takes every row although the shape table splits it. ``select`` takes a part of the slice
-    (keys or values of kv_b).
+    """A checkpoint tensor's slice and the memory that it fills, a view into the rank's weights. ``is_whole``: the rank
+    takes all although the shape table splits it. ``select`` takes a part of the slice (keys or values of kv_b).
     """
 
     name: str
