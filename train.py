@@ -68,9 +68,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     """Step until done and save; every process calls it, and no other run writes into the folder meanwhile."""
     accelerator, run = learner.accelerator, learner.run
     folder, is_main = run.train.folder, accelerator.is_main_process
-    share = Share(
-        run.train.batch_size, run.train.accumulation_steps, accelerator.process_index, accelerator.num_processes
-    )
+    size, micro_steps = run.train.batch_size, run.train.accumulation_steps
+    share = Share(size, micro_steps, accelerator.process_index, accelerator.num_processes)
     done = TrainingProgress(step=0, sequences_seen=0)
     if resume and (found := checkpoints(folder / "checkpoints")):
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)
@@ -101,7 +100,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
                 if is_main:
                     save_checkpoint(folder / "checkpoints", done, *state)
     if is_main:
-        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | origin_of(run, reader))
+        origin = {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
+        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | origin)
         show(f"wrote {folder / 'draft'}")
 
 
@@ -109,10 +109,9 @@ def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
     """A new draft, or the one to start from, bound to the target's tables, with the record checked against both."""
     config_json(run.draft, folder_fields(run))  # what the export would refuse is refused before training
     target = locate_target(run.target.path)
-    if run.draft.num_target_layers != (num_layers := target_facts(target).num_layers):
-        raise DraftMismatchError(
-            f"draft.num_target_layers is {run.draft.num_target_layers}, the target {target} has {num_layers}; mend it"
-        )
+    ours, its = run.draft.num_target_layers, target_facts(target).num_layers
+    if ours != its:
+        raise DraftMismatchError(f"draft.num_target_layers is {ours}, the target {target} has {its}; mend it")
     check_record(reader.manifest, run.draft, target_fingerprint(target))
     embedding_VD, head_VD = (table_VD.to(getattr(torch, run.target.dtype)) for table_VD in load_tables(target))
     check_mask_row(embedding_VD, run.draft)
@@ -123,21 +122,11 @@ def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
     return draft
 
 
-def origin_of(run: RunConfig, reader: RecordReader) -> dict[str, str]:
-    """What an exported draft came from: the run's name and the fingerprint of its target."""
-    return {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
-
-
 def folder_fields(run: RunConfig) -> FolderFields:
     """What the exported config.json says beside the architecture."""
     facts = target_facts(run.target.path)
-    return FolderFields(
-        eos_token_id=facts.eos_token_id,
-        pad_token_id=facts.pad_token_id,
-        bos_token_id=facts.bos_token_id,
-        num_anchors=run.train.num_anchors,
-        architecture=architecture_for(facts.architecture),
-    )
+    ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
+    return FolderFields(*ids, run.train.num_anchors, architecture_for(facts.architecture))
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """The frozen description of a run and of a draft; load, override, save."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dspark.errors import ConfigError
+from dspark.files import write_whole
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def _refuse_truth(value: Any) -> Any:
@@ -34,7 +37,7 @@ Folder = Annotated[Path, AfterValidator(_refuse_no_folder)]
 
 
 class Section(BaseModel):
-    """A part of a run: frozen, unknown keys refused."""
+    """A part of a run, of a header or of a manifest: frozen, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -95,18 +98,14 @@ class DraftConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        ids = self.target_layer_ids
-        if not ids or list(ids) != sorted(set(ids)) or ids[-1] > self.num_target_layers - 2:
-            raise ValueError(
-                f"target_layer_ids must be strictly increasing in 0..{self.num_target_layers - 2}, got {list(ids)}"
-            )
+        ids, last = self.target_layer_ids, self.num_target_layers - 2
+        if not ids or list(ids) != sorted(set(ids)) or ids[-1] > last:
+            raise ValueError(f"target_layer_ids must be strictly increasing in 0..{last}, got {list(ids)}")
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id must be below vocab_size {self.vocab_size}, got {self.mask_token_id}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
-            )
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {groups}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         return self
@@ -182,29 +181,20 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.record.max_tokens > self.draft.max_position_embeddings:
-            raise ValueError(
-                f"record.max_tokens must be at most draft.max_position_embeddings "
-                f"{self.draft.max_position_embeddings}, got {self.record.max_tokens}"
-            )
-        if self.objective.confidence and not self.draft.enable_confidence_head:
-            raise ValueError(
-                f"objective.confidence is {self.objective.confidence:g} but draft.enable_confidence_head is false; "
-                f"set one of them to fit the other"
-            )
+        longest, most = self.record.max_tokens, self.draft.max_position_embeddings
+        if longest > most:
+            raise ValueError(f"record.max_tokens must be at most draft.max_position_embeddings {most}, got {longest}")
+        weight = self.objective.confidence
+        if weight and not self.draft.enable_confidence_head:
+            raise ValueError(f"objective.confidence is {weight:g} but draft.enable_confidence_head is false; mend one")
         return self
 
 
 def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Read a run from YAML and apply ``section.key=value`` overrides (values are YAML).
-
-    Raises: ConfigError naming the file, the key, what was found and what was expected.
-    """
+    """Read a run from YAML and apply ``section.key=value`` overrides. Raises: ConfigError naming the file and key."""
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(
-            f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give a run: configs/nano.yaml ..."
-        )
+        raise ConfigError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give a run, see configs/")
     try:
         tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -213,15 +203,20 @@ def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
     for override in overrides:
         _apply(tree, override)
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+    return validated(RunConfig, tree, path)
 
 
 def save_run(run: RunConfig, path: Path) -> None:
     """Write the resolved run as YAML that ``load_run`` reads back to an equal object."""
-    path.write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    write_whole(path, yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
+
+
+def validated(model: type[ModelT], tree: Any, place: object) -> ModelT:
+    """The tree as a model. Raises: ConfigError naming ``place`` and every wrong field."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{place}: {describe_validation(error)}") from error
 
 
 def describe_validation(error: ValidationError) -> str:

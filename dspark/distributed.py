@@ -22,9 +22,7 @@ def start_accelerator(train: TrainSection, environment: Mapping[str, str], launc
     """Join the processes that the launcher started and check that all of them did join.
 
     ``environment`` and ``launcher`` (the parent's command line, may be empty) say what the user asked for. Precision,
-    devices and DeepSpeed come from ``accelerate launch`` or its config file; clipping, batch size and accumulation
-    come from the run.
-
+    devices and DeepSpeed come from ``accelerate launch``; clipping, batch size and accumulation from the run.
     Raises: ConfigError when the processes would train apart, or for a way of training that is not supported.
     """
     # accelerate hands it on to torch, which has renamed it; with no buffer to share both names mean the same.
@@ -64,9 +62,7 @@ def start_accelerator(train: TrainSection, environment: Mapping[str, str], launc
 
 def check_launch(world_size: int, environment: Mapping[str, str], launcher: Sequence[str]) -> None:
     """Refuse the launches that accelerate turns into something else without a word.
-
     Raises: ConfigError naming what was asked, what came of it, and the command that does it.
-    Source: specs/install-facts.md, accelerate on CPU.
     """
     started = int(environment.get("WORLD_SIZE", "1"))
     if started != world_size:

@@ -19,7 +19,6 @@ from dspark.errors import ConfigError
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file that is either absent (or as before) or complete. Its folder exists.
-
     Raises: ConfigError where something lies that is no file, which the renaming would put an end to.
     """
     if path.exists() and not path.is_file():
@@ -58,10 +57,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
-    """Make the folder and be its only writer until the block ends, however the process ends.
-
-    Raises: ConfigError when another process writes there.
-    """
+    """Make the folder and be its only writer until the block ends. Raises: ConfigError when another one writes."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -74,10 +70,7 @@ def claim(folder: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises: ConfigError when the file holds something else.
-    """
+    """The JSON object in a file. Raises: ConfigError when the file holds something else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -18,17 +18,13 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", 
 def describe_launch(command: Sequence[str]) -> dict[str, Any]:
     """Facts of this process: time, ``command`` (absolute paths without their folders), commit, versions, hardware."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(Path(word).name if Path(word).is_absolute() else word for word in command),
         "commit": commit(),
         "versions": versions(),
-        "hardware": {
-            "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpus": gpus,
-        },
+        "hardware": {"processor": _processor(), "cores": cores, "threads": torch.get_num_threads(), "gpus": gpus},
     }
 
 

@@ -25,10 +25,8 @@ CacheT = TypeVar("CacheT")
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one forward pass of the target says about N tokens (sequences laid one after the other).
-
-    Shapes: taps_NLD the outputs of the tapped layers in the order of ``target_layer_ids`` (L may be 0);
-    last_hidden_ND the last hidden state after the final norm. Both in the target's working dtype.
+    """What one forward pass of the target says about N tokens, sequence after sequence, in its working dtype.
+    Shapes: taps_NLD in the order of ``target_layer_ids`` (L may be 0); last_hidden_ND after the final norm.
     """
 
     taps_NLD: torch.Tensor
@@ -44,19 +42,11 @@ class Target(Protocol[CacheT]):
     Plain decoding is ``verify`` of one token and ``commit`` of one.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """The tapped layers, in the order in which taps_NLD holds them."""
-        ...
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    target_layer_ids: tuple[int, ...]
+    """The tapped layers, in the order in which taps_NLD holds them."""
 
     @property
     def embedding_VD(self) -> torch.Tensor: ...
@@ -83,10 +73,9 @@ class Target(Protocol[CacheT]):
 
 @dataclass(frozen=True)
 class Proposal:
-    """K tokens that a draft proposes after an anchor.
-
-    Shapes: ids_K int64; logits_KV float32, the very logits the ids were drawn from before temperature (Markov bias
-    included); confidence_logits_K float32, or None for a draft without the head.
+    """K tokens (int64) that a draft proposes after an anchor.
+    Shapes: logits_KV float32, the very logits the ids were drawn from before temperature (Markov bias included);
+    confidence_logits_K float32, or None for a draft without the head.
     """
 
     ids_K: torch.Tensor
@@ -97,9 +86,8 @@ class Proposal:
 @dataclass(frozen=True)
 class RecordedSequence:
     """One conversation with what the target said about it, as a record gives it back.
-
-    Shapes: ids_T int64; loss_mask_T bool, true at positions to predict; taps_TLD; last_hidden_TD with zeros where
-    nothing is supervised (row t is stored exactly when loss_mask_T[t+1] is true).
+    Shapes: ids_T int64; loss_mask_T bool, true at positions to predict; last_hidden_TD with zeros where nothing is
+    supervised (row t is stored exactly when loss_mask_T[t+1] is true).
     """
 
     ids_T: torch.Tensor

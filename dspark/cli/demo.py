@@ -121,10 +121,7 @@ def run_stage(name: str, command: Sequence[str], environment: Mapping[str, str],
         [sys.executable, *command], cwd=REPOSITORY, env={**os.environ, **environment}, preexec_fn=END_WITH_PARENT
     ).returncode
     if code:
-        raise DsparkError(
-            f"demo: the stage {name} failed with exit status {code}; its message is above. Mend the cause and run the "
-            f"demo again: what is finished is kept"
-        )
+        raise DsparkError(f"demo: the stage {name} failed with exit status {code}: mend its cause, run the demo again")
     return time.monotonic() - began
 
 

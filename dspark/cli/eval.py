@@ -2,31 +2,27 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from dspark.cli.device import DEFAULT_DEVICE, Device
 from dspark.cli.progress import count_progress
-from dspark.config import EvalSection, RunConfig, Section, TargetSection, describe_validation, load_run
+from dspark.config import EvalSection, RunConfig, TargetSection, load_run, validated
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode.sampling import Sampling
-from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.eval.measure import Measurement, measure
+from dspark.eval.measure import measure
 from dspark.eval.report import EvalReport, task_tables, write_json
 from dspark.eval.tasks import load_task, task_names
 from dspark.export import check_target, draft_fingerprint, read_draft
 from dspark.provenance import describe_launch
 from dspark.target.loading import load_target, locate_target, target_facts, target_fingerprint
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
-from dspark.types import Target
 
 TASKS_HELP = f"Separated by commas: {', '.join(task_names())}, or .jsonl and .parquet files.  [default: heldout]"
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 def evaluate(
@@ -72,27 +68,25 @@ def evaluate(
     tensor_dtype = getattr(torch, chosen.dtype)
     model = load_target(folder, target_layer_ids=draft_config.target_layer_ids, dtype=tensor_dtype, device=device)
     drafter = read_draft(place, (model.embedding_VD, model.head_VD), dtype=tensor_dtype, device=device)
-    measurements = _measure_all(model, drafter, prompts, plan, facts.stop_token_ids, seed)
-    report = EvalReport(
-        target={
-            "name": chosen.path,
-            "fingerprint": fingerprint,
-            "tokenizer_fingerprint": tokenizer_fingerprint(folder),
-            "template_fingerprint": template_fingerprint(tokenizer) if tokenizer.chat_template else None,
-            "dtype": chosen.dtype,
-        },
-        draft={
-            "name": str(place),
-            "fingerprint": draft_fingerprint(place),
-            "block_size": draft_config.block_size,
-            "verify_rows": draft_config.block_size + 1,
-            "sample_from_anchor": True,
-            "target_layer_ids": draft_config.target_layer_ids,
-        },
-        settings=plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device, "top_p": 1.0},
-        provenance=describe_launch(sys.argv),
-        measurements=measurements,
-    )
+    measurements = []
+    for name, ids in prompts.items():
+        for temperature in plan.temperatures:
+            sampling = Sampling(temperature, plan.max_new_tokens, facts.stop_token_ids)
+            with count_progress(f"{name}, T = {temperature:g}", len(ids)) as advance:
+                measurements.append(measure(model, drafter, (name, ids), sampling, seed, advance))
+    template = template_fingerprint(tokenizer) if tokenizer.chat_template else None
+    words = {"tokenizer_fingerprint": tokenizer_fingerprint(folder), "template_fingerprint": template}
+    of_target = {"name": chosen.path, "fingerprint": fingerprint} | words | {"dtype": chosen.dtype}
+    of_draft = {
+        "name": str(place),
+        "fingerprint": draft_fingerprint(place),
+        "block_size": draft_config.block_size,
+        "verify_rows": draft_config.block_size + 1,
+        "sample_from_anchor": True,
+        "target_layer_ids": draft_config.target_layer_ids,
+    }
+    settings = plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device, "top_p": 1.0}
+    report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), tuple(measurements))
     console = Console()
     console.print(*task_tables(report))
     if json is not None:
@@ -100,26 +94,10 @@ def evaluate(
         console.print(f"written to {json}")
 
 
-def _measure_all(
-    model: Target[Any],
-    drafter: DraftModel,
-    prompts: dict[str, list[torch.Tensor]],
-    plan: EvalSection,
-    stop_token_ids: tuple[int, ...],
-    seed: int,
-) -> tuple[Measurement, ...]:
-    measurements = []
-    for task in prompts.items():
-        for temperature in plan.temperatures:
-            sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids)
-            with count_progress(f"{task[0]}, T = {temperature:g}", len(task[1])) as advance:
-                measurements.append(measure(model, drafter, task, sampling, seed, advance))
-    return tuple(measurements)
-
-
 def _plan(run: RunConfig | None, given: dict[str, Any]) -> EvalSection:
     before = run.eval.model_dump() if run else {"tasks": ("heldout",)}
-    return _checked(EvalSection, before | {key: value for key, value in given.items() if value is not None})
+    given = {key: value for key, value in given.items() if value is not None}
+    return validated(EvalSection, before | given, "dspark eval")
 
 
 def _target(run: RunConfig | None, target: str | None, dtype: str | None, device: str) -> TargetSection:
@@ -127,11 +105,4 @@ def _target(run: RunConfig | None, target: str | None, dtype: str | None, device
     if not path:
         raise ConfigError("--target: missing; give a name such as ling-3.0-nano, a folder, or a run with --config")
     chosen = dtype or (run and run.target.dtype) or ("float32" if device == "cpu" else "bfloat16")
-    return _checked(TargetSection, {"path": path, "dtype": chosen})
-
-
-def _checked(section: type[SectionT], tree: dict[str, Any]) -> SectionT:
-    try:
-        return section.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"dspark eval: {describe_validation(error)}") from error
+    return validated(TargetSection, {"path": path, "dtype": chosen}, "dspark eval")

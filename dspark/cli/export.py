@@ -34,8 +34,7 @@ def export(
     draft: Annotated[Path | None, typer.Option(help="An exported draft to write in another form.")] = None,
     target: Annotated[str | None, typer.Option(help="Its target: a name or a folder. A run knows its own.")] = None,
     architecture: Annotated[
-        Architecture | None,
-        typer.Option(help="Tag in config.json. [default: Ling's for a Ling target, else Qwen3's]"),
+        Architecture | None, typer.Option(help="Tag in config.json. [default: Ling's for a Ling target, else Qwen3's]")
     ] = None,
     with_tables: Annotated[
         bool, typer.Option("--with-tables", help="Add the target's embedding and head, which DeepSpec needs.")
@@ -80,10 +79,5 @@ def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, in
 
 
 def _fields(facts: TargetFacts, architecture: Architecture | None, num_anchors: int) -> FolderFields:
-    return FolderFields(
-        eos_token_id=facts.eos_token_id,
-        pad_token_id=facts.pad_token_id,
-        bos_token_id=facts.bos_token_id,
-        num_anchors=num_anchors,
-        architecture=architecture or architecture_for(facts.architecture),
-    )
+    ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
+    return FolderFields(*ids, num_anchors, architecture or architecture_for(facts.architecture))

@@ -12,10 +12,7 @@ from dspark.target.tokenizer import template_fingerprint, tokenizer_fingerprint
 
 
 def describe_origin(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """The fields that a ResponsesHeader and a record's Manifest have in common.
-
-    Raises: CheckpointError and ConfigError as the target's folder deserves.
-    """
+    """The fields that a ResponsesHeader and a record's Manifest share. Raises: CheckpointError and ConfigError."""
     return {
         "target": run.target.path,
         "target_fingerprint": target_fingerprint(folder),

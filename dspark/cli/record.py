@@ -60,9 +60,8 @@ def record(
         console.print(show(tokenizer, sequences[0]))
         size = f"{description.num_tokens} tokens, {description.num_supervised} to predict"
         console.print(f"{len(sequences)} sequences, {size}, about {description.num_bytes / 1e9:.2f} GB", markup=False)
-        target = load_target(
-            folder, target_layer_ids=run.draft.target_layer_ids, dtype=description.torch_dtype, device=device
-        )
+        layers = run.draft.target_layer_ids
+        target = load_target(folder, target_layer_ids=layers, dtype=description.torch_dtype, device=device)
         with count_progress("recorded", len(sequences)) as on_sequence:
             capture(target, sequences, writer, on_sequence)
         console.print(f"{len(writer.manifest.shards)} shards in {run.record.folder}", markup=False)
@@ -98,11 +97,8 @@ def read_answered(run: RunConfig, origin: dict[str, Any], is_leaving_out: bool) 
     header = read_header(path)
     same = ("target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "is_thinking")
     expected = {key: origin[key] for key in same} | {"temperature": run.data.temperature, "seed": run.seed}
-    wrong = [
-        f"{key} {getattr(header, key)!r} (now {value!r})"
-        for key, value in expected.items()
-        if getattr(header, key) != value
-    ]
+    made = header.model_dump()
+    wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
     if wrong:
         raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
 

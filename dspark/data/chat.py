@@ -15,9 +15,9 @@ from dspark.errors import PromptError
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence to record. Shapes: ids_T int64, T >= 2; loss_mask_T bool, true at positions to predict.
-
-    ``place`` is where the user finds its text. Position 0 has nothing before it and is never predicted.
+    """One sequence to record; ``place`` is where the user finds its text. Raises: PromptError when nothing is
+    predicted.
+    Shapes: ids_T int64, T >= 2; loss_mask_T bool, true at positions to predict, never the first.
     """
 
     ids_T: torch.Tensor
@@ -26,10 +26,8 @@ class Encoded:
 
     def __post_init__(self) -> None:
         if not self.loss_mask_T[1:].any():
-            raise PromptError(
-                f"{self.place}: nothing to predict among {len(self.ids_T)} tokens; expected assistant content, "
-                "or plain text of at least two tokens"
-            )
+            needed = "expected assistant content, or plain text of at least two tokens"
+            raise PromptError(f"{self.place}: nothing to predict among {len(self.ids_T)} tokens; {needed}")
         assert self.ids_T.shape == self.loss_mask_T.shape
         assert not self.loss_mask_T[0]
 
@@ -51,8 +49,7 @@ def encode_prompt(chat: ChatFormat, conversation: Conversation) -> torch.Tensor:
     """Ids up to where the target is to go on: its header after the last user turn, or the end of a plain text.
 
     The header holds the think block: ``<think>`` when thinking, an empty block when not. Assistant messages after the
-    last user turn are dropped; earlier ones stay.
-
+    last user turn are dropped.
     Returns: int64 [T], T >= 1. Raises: PromptError when there is no user turn or no text.
     """
     if conversation.text is not None:
@@ -72,16 +69,12 @@ def encode_prompt(chat: ChatFormat, conversation: Conversation) -> torch.Tensor:
 def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded:
     """Ids and loss mask of a conversation as it stands, every assistant turn supervised.
 
-    A turn is supervised from what follows its generation header (role line and think block; when thinking, the
-    reasoning after ``<think>`` is supervised) to its end-of-turn token. Header and content are tokenised apart, as they
-    are when the target answers. In plain text every token but the first is supervised.
-
-    Turns are told apart by where the template puts them, never by their tokens: markers such as ``<role>`` that stand
-    in a user's text are read as special tokens, as runtimes read them, but never move the mask.
-
+    A turn is supervised from what follows its generation header (role line and think block) to its end-of-turn token.
+    Header and content are tokenised apart, as they are when the target answers. In plain text every token but the first
+    is supervised. Turns are told apart by where the template puts them, never by their tokens: markers such as
+    ``<role>`` in a user's text are read as special tokens, as runtimes read them, but never move the mask.
     Raises: PromptError for an empty conversation or assistant turn, a turn that the template does not write as header
-    plus content, or one that does not hold exactly one end-of-turn token.
-    Source: specs/ling-3.0.md 13; dspark.md 4.5.
+    plus content, or one that does not hold exactly one end-of-turn token. Source: specs/ling-3.0.md 13; dspark.md 4.5.
     """
     if conversation.text is not None:
         ids_T = _text_ids(chat, conversation)
@@ -99,10 +92,8 @@ def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded
 def check_length(place: str, num_tokens: int, max_tokens: int) -> None:
     """Refuse a sequence longer than ``record.max_tokens``. Raises: PromptError."""
     if num_tokens > max_tokens:
-        raise PromptError(
-            f"{place}: {num_tokens} tokens, at most {max_tokens} (record.max_tokens) are allowed; "
-            "raise record.max_tokens, lower data.max_response_tokens or shorten the text"
-        )
+        hint = "raise it, lower data.max_response_tokens or shorten the text"
+        raise PromptError(f"{place}: {num_tokens} tokens, at most {max_tokens} (record.max_tokens) are allowed; {hint}")
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

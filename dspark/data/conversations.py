@@ -19,10 +19,8 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class Conversation:
-    """Either the messages of a chat or one plain text, and the row it came from.
-
-    Each message holds at least ``role`` and ``content``, both text; other keys (``reasoning_content``, ...) reach the
-    chat template untouched. ``index`` is the 1-based line or row of ``source``.
+    """Either the messages of a chat or one plain text, and the row (``index``, from 1) of ``source`` that it came from.
+    Each message holds at least ``role`` and ``content``, both text; other keys reach the chat template untouched.
     """
 
     source: str
@@ -39,11 +37,10 @@ class Conversation:
 def read_conversations(sources: Sequence[str], split: str, limit: int | None = None) -> list[Conversation]:
     """The first ``limit`` conversations of ``sources``, in order.
 
-    A source ending in ``.jsonl`` or ``.parquet`` is a file; any other is the name of a hub data set, of which ``split``
-    is read. A row holds ``messages`` (role and content; ``conversations`` with from and value is the same), or a
-    ``prompt`` (one user message), or plain ``text``; the first of these that is present counts.
-
-    Raises: PromptError naming the source and line for a missing file, a row that is not JSON, or a row without text.
+    A source ending in ``.jsonl`` or ``.parquet`` is a file; any other is a hub data set, of which ``split`` is read. A
+    row holds ``messages`` (or ``conversations`` with from and value), or a ``prompt`` (one user message), or plain
+    ``text``; the first of these that is present counts.
+    Raises: PromptError naming source and line for a missing file, a row that is not JSON, or a row without text.
     """
     rows = ((source, index, row) for source in sources for index, row in _rows(source, split))
     found = [_conversation(source, index, row) for source, index, row in islice(rows, limit)]
@@ -56,9 +53,7 @@ def encode_each(
     rows: Sequence[RowT], encode: Callable[[RowT], EncodedT], *, is_leaving_out: bool = False
 ) -> list[EncodedT]:
     """``encode`` of every row; those it refuses with a PromptError are refused together, or left out when asked.
-
-    Raises: PromptError naming the first unusable rows and their number, before any work is done on the
-    others; with ``is_leaving_out`` only if nothing is left.
+    Raises: PromptError naming the first unusable rows and their number; with ``is_leaving_out`` if nothing is left.
     """
     encoded, errors = [], []
     for row in rows:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from dspark.config import describe_validation
+from dspark.config import Section, describe_validation
 from dspark.data.chat import Encoded, digest
 from dspark.data.conversations import Conversation
 from dspark.errors import RecordError
@@ -27,10 +27,8 @@ uninterrupted one.
 """
 
 
-class ResponsesHeader(BaseModel):
+class ResponsesHeader(Section):
     """What a responses file was made from and how; written beside it and compared when a run resumes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["dspark-responses-1"] = "dspark-responses-1"
     target: str
@@ -50,10 +48,8 @@ class ResponsesHeader(BaseModel):
     versions: dict[str, str]
 
 
-class _Row(BaseModel):
+class _Row(Section, strict=True):
     """One line: where the prompt came from, what was said, and the very ids, so that nothing is tokenised twice."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     source: str
     index: int
@@ -88,12 +84,9 @@ def write_responses(
 ) -> None:
     """Answer every prompt in order, ``header.generation_batch_size`` at a time, one JSON line each.
 
-    A file that is already there is continued after its last whole batch. ``on_row`` is called for every row that is
-    on disk. ``finish_reason`` is ``stop`` if the response ends with a stop token, else ``length``: then the target did
-    not end its turn, and no end-of-turn token is added.
-
-    Raises: RecordError when the file was made from other prompts, another target or other settings, or a line that
-    would be kept is no response.
+    A file that is already there is continued after its last whole batch. ``on_row`` is called for every row that is on
+    disk. ``finish_reason`` is ``stop`` if the response ends with a stop token, else ``length``.
+    Raises: RecordError when the file was made from other prompts, another target or other settings.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _open_header(header, path)
@@ -121,14 +114,11 @@ def read_header(path: Path) -> ResponsesHeader:
     try:
         return ResponsesHeader.model_validate_json(sidecar.read_bytes())
     except ValidationError as error:
-        raise RecordError(
-            f"{sidecar}: {describe_validation(error)}; delete both files and run dspark prepare"
-        ) from error
+        raise RecordError(f"{sidecar}: {describe_validation(error)}; delete it and the responses") from error
 
 
 def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
     """Every prompt with its response as one sequence; the response's ids, exactly as generated, are supervised.
-
     Raises: RecordError naming the line that is not a row, or a file that does not hold every response.
     """
     encoded, prompts = [], []
@@ -138,15 +128,11 @@ def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
         loss_mask_T = torch.arange(len(ids_T)) >= len(row.prompt_ids)
         encoded.append(Encoded(ids_T, loss_mask_T, f"{path}:{number}"))
         prompts.append(torch.tensor(row.prompt_ids))
-    if len(encoded) != header.num_prompts:
-        raise RecordError(
-            f"{path}: found {len(encoded)} responses, expected {header.num_prompts}; run dspark prepare again to finish"
-        )
+    num = header.num_prompts
+    if len(encoded) != num:
+        raise RecordError(f"{path}: found {len(encoded)} responses, expected {num}; run dspark prepare again to finish")
     if digest(prompts) != header.prompts_sha256:
-        raise RecordError(
-            f"{path}: its prompt_ids are not those that {header_path(path).name} was written for; it "
-            "was altered: delete both files and run dspark prepare"
-        )
+        raise RecordError(f"{path}: not the prompts of {header_path(path).name}; delete both, run dspark prepare again")
     return encoded
 
 
@@ -154,10 +140,8 @@ def _parse(path: Path, number: int, line: bytes) -> _Row:
     try:
         return _Row.model_validate_json(line)
     except ValidationError as error:
-        raise RecordError(
-            f"{path}:{number}: not a response ({describe_validation(error)}); delete this line and all after it, "
-            "then run dspark prepare again"
-        ) from error
+        found = describe_validation(error)
+        raise RecordError(f"{path}:{number}: not a response ({found}); delete the lines from here on") from error
 
 
 def _row(
@@ -204,13 +188,10 @@ def _keep_whole_batches(path: Path, batch_size: int, num_prompts: int) -> int:
     whole = [line for line in _lines(path) if line.endswith(b"\n")]
     for number, line in enumerate(whole, 1):
         _parse(path, number, line)
-    lengths = [len(line) for line in whole]
-    if len(lengths) > num_prompts:
-        raise RecordError(
-            f"{path}: found {len(lengths)} rows for {num_prompts} prompts; delete the file to start again"
-        )
-    num_kept = num_prompts if len(lengths) == num_prompts else len(lengths) // batch_size * batch_size
-    os.truncate(path, sum(lengths[:num_kept]))
+    if len(whole) > num_prompts:
+        raise RecordError(f"{path}: found {len(whole)} rows for {num_prompts} prompts; delete the file to start again")
+    num_kept = num_prompts if len(whole) == num_prompts else len(whole) // batch_size * batch_size
+    os.truncate(path, sum(map(len, whole[:num_kept])))
     return num_kept
 
 

@@ -1,21 +1,18 @@
 """The acceptance rule: which drafted tokens are kept, and the token that follows them."""
 
-import torch
+from torch import Tensor
 
 from dspark.decode.sampling import Uniforms, draw
 
 SMALLEST_RESIDUAL = 1e-8
 
 
-def accept(
-    ids_K: torch.Tensor, draft_probs_KV: torch.Tensor, target_probs_NV: torch.Tensor, uniforms: Uniforms
-) -> tuple[int, int]:
+def accept(ids_K: Tensor, draft_probs_KV: Tensor, target_probs_NV: Tensor, uniforms: Uniforms) -> tuple[int, int]:
     """Keep a prefix of the drafted tokens so that what is committed is distributed as the target's own text.
 
     Token x_j is kept while u_j < p_j(x_j) / q_j(x_j). The token after the first refusal is drawn from max(p - q, 0),
-    normalised, and the one after a block kept whole from the target's last row. With one-hot rows this is greedy.
-    Takes K + 1 uniforms whatever happens: one a drafted token, then one for the last token.
-
+    normalised, and the one after a block kept whole from the target's last row. With one-hot rows this is greedy. Takes
+    K + 1 uniforms whatever happens: one a drafted token, then one for the last token.
     Shapes: ids_K int64, K >= 0; draft_probs_KV the rows the ids were drawn from; target_probs_NV, N = K + 1.
     Returns: (accepted_drafts, the id after them).
     Source: dspark.md 6 step 4, with DeepSpec's bound: a residual of mass 1e-8 or less gives way to p. DeepSpec also

@@ -25,12 +25,10 @@ class Generation:
 def generate(
     target: Target[CacheT], prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
 ) -> list[torch.Tensor]:
-    """Plain decoding: the target alone, all prompts in step, one token a pass; rows that are finished
-    go on unseen, since to hold them back costs more than to let them.
+    """Plain decoding: the target alone, all prompts in step, one token a pass; finished rows go on unseen.
 
     Each row draws from its own ``uniforms`` (see ``row_uniforms``), one a token, so its text does not depend on the
     other rows but for the rounding of the target's batched arithmetic.
-
     Shapes: prompts int64 [T_b], T_b >= 1. Returns: new ids of each row, int64 on the CPU, the stop token included.
     """
     if not prompts:
@@ -64,25 +62,17 @@ def speculate(
 ) -> Generation:
     """Speculative decoding of one prompt: the same text as ``generate`` if greedy, the same distribution if not.
 
-    Uniforms are taken in this order: one for the token after the prompt; then in each round one a drafted token
-    (unless greedy), one a proposed token for its acceptance, one for the round's last token.
-
-    A text of exactly max_new_tokens is followed by one more round, which is counted and adds nothing to the text: this
-    is where DeepSpec stops, and its counts are the ones to compare with.
-
-    Shapes: prompt_ids_T int64, T >= 1; the draft is bound to the target's tables.
+    Uniforms are taken in this order: one for the token after the prompt; then in each round one a drafted token (unless
+    greedy), one a proposed token for its acceptance, one for the round's last token. A text of exactly max_new_tokens
+    is followed by one more round, which is counted and adds nothing to the text: DeepSpec stops there.
+    Shapes: prompt_ids_T int64, T >= 1; the draft is bound to the target's tables. Source: dspark.md 6.
     Raises: DraftMismatchError for a draft of other tapped layers, or a threshold without a confidence head.
-    Source: dspark.md 6.
     """
-    if draft.config.target_layer_ids != target.target_layer_ids:
-        raise DraftMismatchError(
-            f"the draft reads target layers {list(draft.config.target_layer_ids)} but the target was loaded with "
-            f"{list(target.target_layer_ids)}; load the target with the draft's target_layer_ids"
-        )
+    read, tapped = list(draft.config.target_layer_ids), list(target.target_layer_ids)
+    if read != tapped:
+        raise DraftMismatchError(f"load the target with layers {read}, which the draft reads, not with {tapped}")
     if confidence_threshold > 0 and not draft.config.enable_confidence_head:
-        raise DraftMismatchError(
-            f"confidence_threshold {confidence_threshold} needs a draft with a confidence head; use 0 for this draft"
-        )
+        raise DraftMismatchError(f"confidence_threshold {confidence_threshold} needs a confidence head; use 0")
     cache, output = target.prefill([prompt_ids_T])
     ids = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
     taps_TLD = output.taps_NLD

@@ -32,7 +32,6 @@ class Round:
 @dataclass(frozen=True)
 class Block:
     """Drafted tokens on their way to the target, already shortened by the confidence threshold.
-
     Shapes: ids_K int64, K >= 0; probs_KV the very rows the ids were drawn from.
     """
 
@@ -44,7 +43,6 @@ class Block:
 
 def num_confident(confidence_logits_K: torch.Tensor, threshold: float) -> int:
     """How many drafted tokens are worth verifying: those before the first confidence below the threshold (0 is off).
-
     Lossless: a slot's confidence is known before its token is drawn, so the choice does not depend on that token.
     """
     is_confident_K = torch.sigmoid(confidence_logits_K) >= threshold
@@ -60,7 +58,6 @@ def draw_block(
     confidence_threshold: float = 0.0,
 ) -> Block:
     """Draw a block after the anchor; all its tokens are drawn (one uniform each unless greedy), then it is shortened.
-
     The draft's context holds every position before the anchor.
     """
     rows: list[torch.Tensor] = []
@@ -83,7 +80,6 @@ def verify_block(
     target: Target[CacheT], cache: CacheT, block: Block, sampling: Sampling, uniforms: Uniforms
 ) -> tuple[list[int], torch.Tensor, Round]:
     """Verify [anchor, block] in one pass of the target and commit the anchor and the accepted tokens.
-
     Returns: the new ids (the last is the next anchor, unless it is a stop token); taps_TLD of the committed positions,
     which the draft's context takes next; the round's counts.
     """

@@ -18,7 +18,6 @@ GREEDY_TEMPERATURE = 1e-5
 @dataclass(frozen=True)
 class Sampling:
     """How text is drawn and when it ends: after a stop token (which belongs to the text) or after max_new_tokens.
-
     Raises: ValueError for a negative temperature or max_new_tokens below 1.
     """
 
@@ -41,14 +40,13 @@ def row_uniforms(seed: int, row: int) -> Uniforms:
     """The random numbers of one row of a run: a generator of its own, seeded by the text "seed/row".
 
     ``row`` is the row's number in its data, not in its batch, so its text does not depend on its neighbours. Python's
-    generator is used because torch's keeps only 32 bits of a seed, in which (seed, row) pairs would collide.
+    generator, because torch's keeps only 32 bits of a seed, in which (seed, row) pairs would collide.
     """
     return random.Random(f"{seed}/{row}").random
 
 
 def token_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The distribution that tokens are drawn from: softmax(logits / temperature), or one-hot at the argmax if greedy.
-
     Shapes: logits float32 or float64 [..., V]; the result has their shape and dtype.
     """
     if sampling.is_greedy:
@@ -61,7 +59,6 @@ def draw(probs_NV: torch.Tensor, uniforms_N: Sequence[float]) -> torch.Tensor:
 
     The cumulative sum is float64 and the uniform is scaled by its total, so rows need not sum to one and an id of
     probability zero is never drawn (a float64 below 1 times the total rounds to less than the total).
-
     Shapes: probs_NV non-negative, each row with a positive sum. Returns ids_N int64.
     """
     cumulative_NV = probs_NV.cumsum(-1, dtype=torch.float64)
@@ -72,13 +69,10 @@ def draw(probs_NV: torch.Tensor, uniforms_N: Sequence[float]) -> torch.Tensor:
 
 def sample(logits_NV: torch.Tensor, sampling: Sampling, uniforms_N: Sequence[float]) -> torch.Tensor:
     """Draw one id a row from its logits. Greedy rows ignore their uniform, as an inverse CDF of one-hot would.
-
     Shapes: logits_NV float32 or float64. Returns ids_N int64. Raises: CheckpointError for logits that are no numbers.
     """
     if bool(logits_NV.isnan().any()):
-        raise CheckpointError(
-            "the target's logits are not finite numbers; check its weights, or set target.dtype to float32"
-        )
+        raise CheckpointError("the target's logits are not finite; check its weights, or set target.dtype to float32")
     if sampling.is_greedy:
         return logits_NV.argmax(-1)
     return draw(token_probs(logits_NV, sampling), uniforms_N)

@@ -8,19 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockTargets:
-    """What every slot of every block should say.
-
-    Shapes: label_ids_BAK int64, anything where not valid; valid_BAK bool, true on a prefix of each block.
-    """
+    """What the slots should say: label_ids_BAK int64 where valid_BAK (bool, true on a prefix of each block)."""
 
     label_ids_BAK: Tensor
     valid_BAK: Tensor
 
 
 def anchor_candidates(loss_mask_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """Positions that may start a block: they and their successor are supervised and inside the sequence.
-
-    Shapes: loss_mask_BT bool, lengths_B int64. Returns: bool [B, T].
+    """Positions that may start a block, bool [B, T]: they and their successor are supervised and inside the sequence.
     Source: DeepSpec, anchor candidates (specs/dspark.md 4.1).
     """
     inside_BT = torch.arange(loss_mask_BT.shape[1], device=loss_mask_BT.device) < lengths_B[:, None]
@@ -37,7 +32,6 @@ def sample_anchors(
 
     A is the largest number drawn for any sequence (at least 1); shorter rows are filled with anchor 0 and keep false.
     The draw depends on the generator's device alone, so a CPU generator gives the same anchors everywhere.
-
     Shapes: loss_mask_BT bool, lengths_B int64. Returns: anchors_BA int64 and keep_BA bool.
     """
     candidates_BT = anchor_candidates(loss_mask_BT, lengths_B)
@@ -70,10 +64,7 @@ def block_targets(
     """Labels of every slot and whether they count: slot j predicts token p + j + 1.
 
     A slot is valid when its label is supervised and inside the sequence, every slot before it is valid, and the block
-    is kept; the first invalid slot ends the block.
-
-    Shapes: ids_BT int64, loss_mask_BT bool, lengths_B int64, anchors_BA int64, keep_BA bool.
-    Source: DeepSpec, cumulative evaluation mask (specs/dspark.md 4.1).
+    is kept; the first invalid slot ends the block. Source: DeepSpec, cumulative evaluation mask (specs/dspark.md 4.1).
     """
     positions_BAK = slot_positions(anchors_BA, block_size) + 1
     supervised_BAK = gather_positions(loss_mask_BT, positions_BAK) & (positions_BAK < lengths_B[:, None, None])
@@ -85,9 +76,7 @@ def block_visibility(anchors_BA: Tensor, keep_BA: Tensor, num_tokens: int, block
     """Which keys each slot reads: context strictly before its anchor, and every slot of its own block.
 
     Keys are the T context rows followed by the A * K slots. A padding block reads its own slots only, so that its
-    softmax stays finite on every backend; nothing depends on what it holds. Padding behind a sequence is never read,
-    since every anchor lies inside its sequence.
-
+    softmax stays finite on every backend. Padding behind a sequence is never read: every anchor lies before it.
     Shapes: anchors_BA int64, keep_BA bool. Returns: bool [B, 1, A * K, T + A * K], true where visible.
     Source: DeepSpec, block mask (specs/dspark.md 1.2); DeepSpec lets a padding block see nothing.
     """

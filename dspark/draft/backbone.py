@@ -19,7 +19,6 @@ Memory = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class DraftAttention(nn.Module):
     """Grouped-query attention whose keys come from two streams through the same projections.
-
     Source: DeepSpec, Qwen3 DSpark attention (specs/dspark.md 1.1).
     """
 
@@ -36,10 +35,7 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def keys_values(self, hidden_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Keys after norm and rotation, and values, of context rows or of a block's slots. Returns: [B, H, T, E] both.
-
-        H counts key-value heads.
-        """
+        """Keys after norm and rotation, and values, of context rows or slots, both [B, key-value heads, T, E]."""
         heads = (*hidden_BTD.shape[:2], self.num_key_value_heads, self.head_dim)
         keys_BTHE = self.k_norm(self.k_proj(hidden_BTD).view(heads))
         values_BTHE = self.v_proj(hidden_BTD).view(heads)
@@ -49,7 +45,6 @@ class DraftAttention(nn.Module):
         self, hidden_BND: Tensor, rotary: Rotary, keys_BHTE: Tensor, values_BHTE: Tensor, visible_B1NT: Tensor | None
     ) -> Tensor:
         """Attend from N slots to T keys. None sees everything.
-
         Query head h reads key-value head h // group: the query heads of a group become M = group * N rows of one head,
         so that keys and values are never copied.
         """
@@ -59,9 +54,7 @@ class DraftAttention(nn.Module):
         queries_BHME = queries_BHNE.reshape(num_batch, self.num_key_value_heads, -1, self.head_dim)
         group = queries_BHNE.shape[1] // self.num_key_value_heads
         visible_B1MT = None if visible_B1NT is None else visible_B1NT.repeat(1, 1, group, 1)
-        read_BHME = functional.scaled_dot_product_attention(
-            queries_BHME, keys_BHTE, values_BHTE, attn_mask=visible_B1MT
-        )
+        read_BHME = functional.scaled_dot_product_attention(queries_BHME, keys_BHTE, values_BHTE, visible_B1MT)
         read_BNHE = read_BHME.reshape(queries_BHNE.shape).transpose(1, 2)
         attended_BND: Tensor = self.o_proj(read_BNHE.flatten(2))
         return attended_BND

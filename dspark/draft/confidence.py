@@ -7,10 +7,8 @@ from dspark.config import DraftConfig
 
 
 class ConfidenceHead(nn.Module):
-    """One linear row with bias on [h; W1[previous]], or on h alone.
-
-    Source: DSpark (arXiv 2607.05147); DeepSpec (specs/dspark.md 1.8). The embedded token is the plain row of W1 also
-    with a gated or recurrent Markov head.
+    """One linear row with bias on [h; W1[previous]], or on h alone; W1's plain row whatever the Markov head.
+    Source: DSpark (arXiv 2607.05147); DeepSpec (specs/dspark.md 1.8).
     """
 
     def __init__(self, config: DraftConfig) -> None:
@@ -19,9 +17,8 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + self.with_markov * config.markov_rank, 1)
 
     def forward(self, hidden_D: Tensor, embedded_R: Tensor) -> Tensor:
-        """Logits of the conditional acceptance, float32 or better also under autocast.
-
-        Shapes: hidden [..., D] after the final norm, embedded [..., R] -> [...].
+        """Logits [...] of the conditional acceptance, float32 or better also under autocast.
+        Shapes: hidden [..., D] after the final norm, embedded [..., R].
         """
         features = torch.cat([hidden_D, embedded_R], dim=-1) if self.with_markov else hidden_D
         features = features.to(torch.promote_types(features.dtype, torch.float32))

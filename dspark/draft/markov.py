@@ -10,7 +10,6 @@ from dspark.config import DraftConfig
 
 class MarkovHead(nn.Module):
     """Vanilla: the bias is W2 W1[previous token], the same at every slot.
-
     Source: DSpark (arXiv 2607.05147), sequential head; DeepSpec (specs/dspark.md 1.7).
     """
 
@@ -25,7 +24,6 @@ class MarkovHead(nn.Module):
 
     def step(self, embedded_R: Tensor, hidden_D: Tensor, state_R: Tensor) -> tuple[Tensor, Tensor]:
         """What W2 is applied to at one slot, and the state for the next slot (zero before slot 0). Any leading shape.
-
         embedded_R is ``embed`` of the token before, hidden_D the slot's hidden state after the final norm.
         """
         return embedded_R, state_R
@@ -50,7 +48,6 @@ class GatedMarkovHead(MarkovHead):
 
 class RnnMarkovHead(MarkovHead):
     """Recurrent: gate, candidate and output from [state; e; h], each block from a zero state.
-
     s_j = sigmoid(g) * s_{j-1} + (1 - sigmoid(g)) * tanh(c); the bias is W2 tanh(o).
     """
 

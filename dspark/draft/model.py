@@ -19,9 +19,8 @@ from dspark.layers.rotary import rotary_angles
 
 class DraftOutput(NamedTuple):
     """What the draft says about every slot under teacher forcing.
-
-    Shapes: hidden_BAKD after the final norm; logits_BAKV float32 or better with the Markov bias;
-    confidence_logits_BAK float32 or better, None for a draft without the head.
+    Shapes: hidden_BAKD after the final norm; logits_BAKV with the Markov bias and confidence_logits_BAK float32 or
+    better, the latter None for a draft without the head.
     """
 
     hidden_BAKD: Tensor
@@ -31,7 +30,6 @@ class DraftOutput(NamedTuple):
 
 class DraftModel(nn.Module):
     """A DSpark draft. Parameter names are the checkpoint's; the target's two tables are bound, never saved.
-
     Source: DSpark (arXiv 2607.05147); DeepSpec, Qwen3 DSpark model (specs/dspark.md 1 and 3.1).
     """
 
@@ -53,10 +51,7 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Fill every matrix from a normal law of deviation 0.02, every bias with 0 and every norm with 1.
-
-        The generator must live on the parameters' device.
-        """
+        """Matrices from a normal law of deviation 0.02, biases 0, norms 1. The generator is on the weights' device."""
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
@@ -68,16 +63,13 @@ class DraftModel(nn.Module):
 
     def bind(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
         """Use the target's embedding and head, frozen and uncopied, in their own dtype.
-
         Raises: DraftMismatchError when a table is not [vocab_size, hidden_size] of this draft.
         """
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name, table_VD in (("embedding", embedding_VD), ("head", head_VD)):
             if tuple(table_VD.shape) != expected:
-                raise DraftMismatchError(
-                    f"the target's {name} is {list(table_VD.shape)}, but the draft's vocab_size and hidden_size "
-                    f"make it {list(expected)}; use the draft's own target, or correct these two draft fields"
-                )
+                found = f"the target's {name} is {list(table_VD.shape)}"
+                raise DraftMismatchError(f"{found}, the draft's must be {list(expected)}; use the draft's own target")
         self.embedding_VD, self.head_VD = embedding_VD.detach(), head_VD.detach()
 
     def context(self, taps_BTLD: Tensor) -> Tensor:
@@ -99,11 +91,9 @@ class DraftModel(nn.Module):
     def blocks(
         self, anchor_ids_BA: Tensor, positions_BAK: Tensor, memories: Sequence[Memory], visible_B1NT: Tensor | None
     ) -> Tensor:
-        """Run the layers over blocks [anchor, mask, mask, ...].
-
+        """Run the layers over blocks [anchor, mask, mask, ...]. Returns: [B, A, K, D] after the final norm.
         Shapes: positions_BAK int64 text positions of the slots; one memory a layer; visible_B1NT as from
         ``block_visibility``, or None when each slot may read all that the memories hold.
-        Returns: hidden states after the final norm, [B, A, K, D].
         """
         assert self.embedding_VD is not None, "bind the target's tables first"
         ids_BAK = torch.full_like(positions_BAK, self.config.mask_token_id)
@@ -125,7 +115,6 @@ class DraftModel(nn.Module):
         """Every kept block under teacher forcing: slot j reads the text's token at p + j as its previous token.
 
         Rows behind a sequence's end must hold finite taps and ids below the vocabulary's size; nothing reads them.
-
         Shapes: ids_BT int64; taps_BTLD the target's layer outputs at the same positions; anchors_BA int64; keep_BA
         bool, false for padding blocks, whose output is finite and means nothing.
         """

@@ -11,10 +11,8 @@ from dspark.types import Proposal
 
 
 class ContextCache:
-    """Keys (after norm and rotation) and values of committed positions, a pair per layer.
-
-    ``keys`` and ``values`` hold [1, H, capacity, E] a layer; rows below num_tokens are committed, the rows behind them
-    are where a block's own keys lie while it is drafted.
+    """Keys (after norm and rotation) and values of committed positions, [1, H, capacity, E] a layer.
+    Rows below num_tokens are committed; behind them a block's own keys lie while it is drafted.
     """
 
     def __init__(self, draft: DraftModel) -> None:
@@ -43,10 +41,8 @@ class ContextCache:
 
 @torch.no_grad()
 def extend(draft: DraftModel, cache: ContextCache, taps_TLD: Tensor) -> None:
-    """Commit the target's states at the next T positions: the prompt's, or a round's anchor and accepted drafts.
-
-    Shapes: taps_TLD, T >= 0. The new anchor has no state until it is verified.
-    Source: specs/dspark.md 6, step 6.
+    """Commit the target's states at the next T >= 0 positions: the prompt's, or a round's anchor and accepted drafts.
+    The new anchor has no state until it is verified. Source: specs/dspark.md 6, step 6.
     """
     for layer, (keys_BHTE, values_BHTE) in enumerate(draft.context_keys_values(taps_TLD[None], cache.num_tokens)):
         cache.write(layer, keys_BHTE, values_BHTE)
@@ -59,7 +55,6 @@ def propose(draft: DraftModel, cache: ContextCache, anchor_id: int, pick: Callab
 
     The layers run once; then slot by slot ``pick`` receives the slot's logits [V] (float32 or better, the bias of the
     token before included) and returns an id, which biases the next slot. The cache keeps its committed rows only.
-
     Source: DSpark (arXiv 2607.05147), inference; DeepSpec (specs/dspark.md 6, steps 1 and 2).
     """
     device, head = draft.fc.weight.device, draft.markov_head

@@ -35,7 +35,6 @@ def compare(
     progress: Progress,
 ) -> tuple[Contender, ...]:
     """Decode the prompts with each draft (None is plain decoding) at each temperature of the plan.
-
     ``open_target`` gives the target with the layers tapped that a draft reads; ``random`` is (stop_token_ids, seed).
     """
     stop_token_ids, seed = random
@@ -56,11 +55,8 @@ def compare(
 def summary(contenders: Sequence[Contender]) -> str:
     """The result at the first temperature in a sentence."""
     plain = contenders[0].measurements[0]
-    lengths = [
-        f"{c.name} {a.mean_acceptance_length:.2f}"
-        for c in contenders
-        if (a := c.measurements[0].acceptance) is not None
-    ]
+    drafted = [(c.name, a) for c in contenders if (a := c.measurements[0].acceptance) is not None]
+    lengths = [f"{name} {a.mean_acceptance_length:.2f}" for name, a in drafted]
     return (
         f"Tokens a round on {plain.num_prompts} held-out prompts at temperature {plain.temperature:g}, "
         f"bonus token included: {', '.join(lengths)}."

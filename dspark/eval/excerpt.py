@@ -17,7 +17,6 @@ class Piece:
 
 def pieces(decoded: DecodedText, decode: Callable[[Sequence[int]], str]) -> tuple[Piece, ...]:
     """Cut a text by rounds; ``decode`` is the tokenizer's. The token after the prompt is round 0, the target's.
-
     Bytes of one character that several tokens share go to the piece that completes it.
     """
     ids = decoded.ids_T.tolist()

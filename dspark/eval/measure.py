@@ -31,12 +31,11 @@ class DecodedText:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One task at one temperature.
+    """One task at one temperature; ``acceptance`` is None for plain decoding.
 
-    ``acceptance`` is None for plain decoding. ``new_tokens`` are those in the texts; ``tokens_per_second`` divides them
-    by the wall time of all texts, one prompt at a time, prefill included. ``looping_share`` is the share of texts that
-    end in a loop (``is_looping``), which flatter a draft; ``mean_acceptance_length_without_loops`` leaves them out and
-    is None when nothing is left.
+    ``new_tokens`` are those in the texts; ``tokens_per_second`` divides them by the wall time of all texts, one prompt
+    at a time, prefill included. ``looping_share``: texts that end in a loop (``is_looping``), which flatter a draft;
+    ``mean_acceptance_length_without_loops`` leaves them out and is None when nothing is left.
     """
 
     task: str
@@ -58,11 +57,9 @@ def decode_prompts(
     seed: int,
     on_text: Callable[[], None] = lambda: None,
 ) -> tuple[DecodedText, ...]:
-    """Decode the prompts one after the other, speculatively, or plainly without a draft.
+    """Decode the prompts (int64 [T]) one after the other, speculatively, or plainly without a draft.
 
     Prompt i draws from generator (seed, i), so the texts do not depend on which other prompts are measured.
-    ``on_text`` is called after each one. Shapes: prompts int64 [T], T >= 1.
-
     Raises: PromptError when a draft was given and every text stopped at its first token.
     """
     texts = []
@@ -79,10 +76,7 @@ def decode_prompts(
         texts.append(DecodedText(ids_T, rounds, seconds, is_looping(ids_T.tolist())))
         on_text()
     if draft is not None and not any(text.rounds for text in texts):
-        raise PromptError(
-            f"all {len(prompts)} texts stopped at their first token, so the draft was never asked; "
-            "use prompts that the target answers"
-        )
+        raise PromptError(f"all {len(prompts)} texts stopped at their first token; use prompts that the target answers")
     return tuple(texts)
 
 
@@ -90,7 +84,7 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed:
     """Counts over all texts of a task; without a single round they count as decoded plainly."""
     rounds = [text.rounds for text in texts]
     sober = [text.rounds for text in texts if not text.is_looping and text.rounds]
-    speculated = any(rounds)
+    sober_length = acceptance_statistics(sober, seed).mean_acceptance_length if sober else None
     new_tokens = sum(len(text.ids_T) for text in texts)
     seconds = sum(text.seconds for text in texts)
     return Measurement(
@@ -101,10 +95,8 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed:
         seconds=seconds,
         tokens_per_second=new_tokens / seconds,
         looping_share=sum(text.is_looping for text in texts) / len(texts),
-        mean_acceptance_length_without_loops=acceptance_statistics(sober, seed).mean_acceptance_length
-        if sober
-        else None,
-        acceptance=acceptance_statistics(rounds, seed) if speculated else None,
+        mean_acceptance_length_without_loops=sober_length,
+        acceptance=acceptance_statistics(rounds, seed) if any(rounds) else None,
     )
 
 
@@ -123,7 +115,6 @@ def measure(
 
 def is_looping(ids: Sequence[int]) -> bool:
     """Whether a text ends in a loop: one run of at most 64 tokens, at least 4 times in a row, over at least 48 tokens.
-
     The rule looks at the end only: a text that left its loop, if only to stop, is not degenerate as a whole.
     """
     last = len(ids) - 1

@@ -16,10 +16,8 @@ TrainingRow = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Page:
-    """What the page shows.
-
-    ``learner`` names the contender whose ``training`` (the rows of metrics.jsonl) is drawn; ``excerpt`` is its answer
-    to ``prompt``. A contender's place in the list is its colour.
+    """What the page shows. ``learner`` names the contender whose ``training`` (the rows of metrics.jsonl) is drawn;
+    ``excerpt`` is its answer to ``prompt``. A contender's place in the list is its colour.
     """
 
     title: str
@@ -106,14 +104,10 @@ def _positions(contenders: Sequence[Contender]) -> list[tuple[str, str]]:
     for index, m in enumerate(contenders[0].measurements):
         for name in ("survival", "conditional"):
             drafted = [(c, a) for c, item in enumerate(contenders) if (a := item.measurements[index].acceptance)]
-            bars = [
-                Series(
-                    contenders[colour].name,
-                    tuple((float(k), share) for k, share in enumerate(getattr(a, name)) if share is not None),
-                    colour,
-                )
-                for colour, a in drafted
-            ]
+            bars = []
+            for colour, a in drafted:
+                shares = tuple((float(k), share) for k, share in enumerate(getattr(a, name)) if share is not None)
+                bars.append(Series(contenders[colour].name, shares, colour))
             num_slots = max((len(a.survival) for _, a in drafted), default=0)
             chart = bar_chart(bars, num_slots, "slot", "share of rounds")
             charts.append((f"{name.capitalize()}, T = {m.temperature:g}", chart))
@@ -154,16 +148,13 @@ def _excerpt(prompt: str, excerpt: Sequence[Piece]) -> str:
 
 
 def _facts(facts: Mapping[str, object]) -> str:
-    return f"<dl>{''.join(_fact(key, value) for key, value in facts.items())}</dl>"
-
-
-def _fact(key: str, value: object) -> str:
-    if isinstance(value, Mapping):
-        value = ", ".join(f"{name} {_text(item)}" for name, item in value.items())
-    return f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(_text(value))}</dd>"
+    rows = (f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(_text(value))}</dd>" for key, value in facts.items())
+    return f"<dl>{''.join(rows)}</dl>"
 
 
 def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
     return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 

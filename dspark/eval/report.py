@@ -17,11 +17,7 @@ from dspark.files import write_whole
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One draft (or plain decoding) measured on its target, with everything needed to measure it again.
-
-    ``target`` and ``draft`` hold names, fingerprints and settings; ``provenance`` holds versions, commit, hardware and
-    command.
-    """
+    """One draft measured on its target, with everything needed to measure it again."""
 
     target: Mapping[str, object]
     draft: Mapping[str, object]

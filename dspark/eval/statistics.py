@@ -37,16 +37,15 @@ class AcceptanceStatistics:
 def acceptance_statistics(
     rounds_by_prompt: Sequence[Sequence[Round]], seed: int = 0, num_resamples: int = 2000
 ) -> AcceptanceStatistics:
-    """Pool the rounds of all prompts.
-
-    Raises: ValueError without a single round.
+    """Pool the rounds of all prompts. Raises: ValueError without a single round.
     Source: dspark.md 6.1 (DeepSpec's counts) and 7.4. ``conditional`` is counted, not survival's ratio: the two agree
     when every round proposes the whole block, and only the count is right when some propose less.
     """
     rounds = [counts for prompt in rounds_by_prompt for counts in prompt]
     if not rounds:
         raise ValueError("no rounds to measure: every text ended before the draft was asked")
-    num_tokens = sum(counts.acceptance_length for counts in rounds)
+    tokens = [sum(counts.acceptance_length for counts in prompt) for prompt in rounds_by_prompt]
+    num_tokens = sum(tokens)
     uncut = [counts.acceptance_length for counts in rounds if not counts.is_cut]
     slots = range(max(counts.num_proposed for counts in rounds))
     accepted = [sum(counts.accepted_drafts > k for counts in rounds) for k in slots]
@@ -57,12 +56,7 @@ def acceptance_statistics(
         num_rounds=len(rounds),
         num_tokens=num_tokens,
         mean_acceptance_length=num_tokens / len(rounds),
-        interval=bootstrap_interval(
-            [sum(counts.acceptance_length for counts in prompt) for prompt in rounds_by_prompt],
-            [len(prompt) for prompt in rounds_by_prompt],
-            seed,
-            num_resamples,
-        ),
+        interval=bootstrap_interval(tokens, list(map(len, rounds_by_prompt)), seed, num_resamples),
         mean_acceptance_length_uncut=sum(uncut) / len(uncut) if uncut else None,
         mean_accepted_drafts=sum(counts.accepted_drafts for counts in rounds) / len(rounds),
         verify_rate=num_tokens / (sum(counts.num_proposed for counts in rounds) + len(rounds)),
@@ -76,7 +70,6 @@ def bootstrap_interval(
     numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, num_resamples: int = 2000
 ) -> tuple[float, float]:
     """The 95 % percentile interval of sum(numerators) / sum(denominators) when prompts are drawn again with return.
-
     Pairs with a denominator of zero (texts without a round) say nothing about the ratio and are left out.
     """
     pairs = [pair for pair in zip(numerators, denominators, strict=True) if pair[1] > 0]

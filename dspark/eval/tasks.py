@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ValidationError
 
-from dspark.config import PositiveInt, Section, describe_validation
+from dspark.config import PositiveInt, Section, validated
 from dspark.data.conversations import Conversation, read_conversations
 from dspark.errors import ConfigError, PromptError
 
@@ -19,10 +18,8 @@ TASKS = REPOSITORY / "eval" / "tasks"
 
 
 class TaskDefinition(Section):
-    """One eval/tasks/NAME.yaml.
-
-    ``source`` is a file relative to the repository, the import name of a package with ``data.read_problems()``, or a
-    hub name for ``datasets``. ``prompt`` is a format string over a row's fields and becomes the first user turn.
+    """One eval/tasks/NAME.yaml. ``prompt`` is a format string over a row's fields and becomes the first user turn.
+    ``source`` is a file of the repository, the import name of a package with ``data.read_problems()``, or a hub name.
     """
 
     reads: Literal["file", "package", "hub"]
@@ -41,10 +38,8 @@ def task_names(folder: Path = TASKS) -> tuple[str, ...]:
 
 def load_task(name: str, max_prompts: int | None = None, folder: Path = TASKS) -> tuple[Conversation, ...]:
     """The prompts of a task, in order: a name of ``task_names()``, or a JSONL or parquet file of the user.
-
-    Raises: ConfigError for an unknown name or a wrong definition; PromptError when the prompts are not on this
-    machine and cannot be fetched, or when there are none.
-    Source: the tasks, sample counts and first-turn-only rule of DeepSpec (specs/dspark.md 7.1).
+    Raises: ConfigError for an unknown name or a wrong definition; PromptError when the prompts are not on this machine
+    and cannot be fetched, or when there are none. Source: DeepSpec's tasks and sample counts (specs/dspark.md 7.1).
     """
     if Path(name).suffix in {".jsonl", ".parquet"}:
         definition = TaskDefinition(reads="file", source=str(Path(name).absolute()))
@@ -55,12 +50,8 @@ def load_task(name: str, max_prompts: int | None = None, folder: Path = TASKS) -
         conversations = tuple(read_conversations((str(REPOSITORY / definition.source),), "train", limit))
     else:
         rows = _package_rows(name, definition) if definition.reads == "package" else _hub_rows(name, definition)
-        conversations = tuple(
-            Conversation(
-                messages=({"role": "user", "content": _fill(name, definition, row)},), source=name, index=index
-            )
-            for index, row in enumerate(islice(rows, limit), 1)
-        )
+        turns = ({"role": "user", "content": _fill(name, definition, row)} for row in islice(rows, limit))
+        conversations = tuple(Conversation(name, index, (turn,)) for index, turn in enumerate(turns, 1))
     if not conversations:
         raise PromptError(f"task {name}: {definition.source} holds no prompts")
     return conversations
@@ -71,10 +62,7 @@ def _read_definition(name: str, folder: Path) -> TaskDefinition:
     if name not in task_names(folder):
         known = ", ".join(task_names(folder))
         raise ConfigError(f"task {name}: not known; expected one of {known}, or a .jsonl or .parquet file")
-    try:
-        return TaskDefinition.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+    return validated(TaskDefinition, yaml.safe_load(path.read_text(encoding="utf-8")), path)
 
 
 def _package_rows(name: str, definition: TaskDefinition) -> Iterable[Mapping[str, Any]]:
@@ -104,6 +92,4 @@ def _fill(name: str, definition: TaskDefinition, row: Mapping[str, Any]) -> str:
     try:
         return (definition.prompt or "{prompt}").format(**row).strip()
     except (KeyError, IndexError) as error:
-        raise PromptError(
-            f"task {name}: a row of {definition.source} has no {error}; its fields are {', '.join(row)}"
-        ) from error
+        raise PromptError(f"task {name}: a row of the data has no {error}; its fields are {', '.join(row)}") from error

@@ -10,15 +10,5 @@ from dspark.export.draft_folder import (
     write_draft,
 )
 
-__all__ = [
-    "Architecture",
-    "FolderFields",
-    "architecture_for",
-    "check_target",
-    "draft_fingerprint",
-    "draft_parameter_count",
-    "draft_shapes",
-    "read_draft",
-    "read_draft_config",
-    "write_draft",
-]
+__all__ = ["Architecture", "FolderFields", "architecture_for", "check_target", "draft_fingerprint"]
+__all__ += ["draft_parameter_count", "draft_shapes", "read_draft", "read_draft_config", "write_draft"]

@@ -4,37 +4,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from dspark.config import DraftConfig, describe_validation
+from dspark.config import DraftConfig, validated
 from dspark.errors import CheckpointError, ConfigError
 from dspark.files import read_json
 
 Architecture = Literal["LingDSparkModel", "Qwen3DSparkModel"]
 READABLE_ARCHITECTURES = ("LingDSparkModel", "Qwen3DSparkModel", "DSparkDraftModel")
-FORBIDDEN_KEYS = (
-    "quantization_config",
-    "auto_map",
-    "num_nextn_predict_layers",
-    "partial_rotary_factor",
-    "rope_interleave",
-    "layer_group_size",
-    "speculators_model_type",
-)
+FORBIDDEN_KEYS: tuple[str, ...] = ("quantization_config", "auto_map", "num_nextn_predict_layers", "layer_group_size")
+FORBIDDEN_KEYS += ("partial_rotary_factor", "rope_interleave", "speculators_model_type")
 """Keys that make a runtime take the folder for something else (specs/dspark.md 2.6)."""
 _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen3",),
-    "sample_from_anchor": (True, None),
     "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "tie_word_embeddings": (False, None),
-    "use_sliding_window": (False, None),
-    "rope_scaling": (None,),
-    "rope_is_neox_style": (True, None),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-    "speculators_model_type": (None,),
-    "dflash_config": (None,),
+    **dict.fromkeys(("sample_from_anchor", "rope_is_neox_style"), (True, None)),
+    **dict.fromkeys(("attention_bias", "tie_word_embeddings", "use_sliding_window"), (False, None)),
+    **dict.fromkeys(("rope_scaling", "quantization_config", "speculators_model_type", "dflash_config"), (None,)),
 }
 """Keys of which only these values are computed; a missing key is the value None."""
 
@@ -46,10 +31,8 @@ def architecture_for(target_architecture: str) -> Architecture:
 
 @dataclass(frozen=True)
 class FolderFields:
-    """What config.json says beside the architecture of the draft.
-
-    The three ids are the target's; ``architecture`` is the tag by which a runtime picks its class (``Qwen3DSparkModel``
-    for vLLM without the Ling draft, llama.cpp and DeepSpec); ``num_anchors`` is the number used in training.
+    """What config.json says beside the architecture of the draft: the target's three ids, the anchors of its training,
+    and the tag by which a runtime picks its class (Qwen3's for vLLM without the Ling draft, llama.cpp, DeepSpec).
     """
 
     eos_token_id: int
@@ -60,17 +43,12 @@ class FolderFields:
 
 
 def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
-    """The mapping to write as config.json.
-
-    Raises: ConfigError when the mask token is the target's end or padding token: their rows mean something, so a
-    slot could not tell a mask from a real token.
-    Source: specs/dspark.md 2.6 (fields that SGLang, vLLM and DeepSpec read at the top level).
+    """The mapping to write as config.json. Source: specs/dspark.md 2.6 (what runtimes read at the top level).
+    Raises: ConfigError when the mask token is the target's end or padding token, which a slot reads as a real one.
     """
-    if config.mask_token_id in (fields.eos_token_id, fields.pad_token_id):
-        raise ConfigError(
-            f"draft.mask_token_id {config.mask_token_id} is the target's end or padding token; "
-            "choose an id that no text uses"
-        )
+    mask = config.mask_token_id
+    if mask in (fields.eos_token_id, fields.pad_token_id):
+        raise ConfigError(f"draft.mask_token_id {mask} is the target's end or padding token; choose another id")
     tree: dict[str, Any] = {
         "architectures": [fields.architecture],
         "model_type": "qwen3",
@@ -96,9 +74,7 @@ def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
 
 def read_draft_config(folder: Path) -> DraftConfig:
     """Read the architecture from an exported folder, ours or another trainer's of the same layout.
-
-    Raises: CheckpointError when there is no config.json; ConfigError naming the key when a value is missing, wrong
-    or asks for a computation that this draft does not do.
+    Raises: CheckpointError without a config.json; ConfigError naming a key that is missing or not computed here.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -112,10 +88,7 @@ def read_draft_config(folder: Path) -> DraftConfig:
     absent = sorted(key for key in needed if key not in known)
     if absent:
         raise ConfigError(f"{path}: {', '.join(absent)} missing at the top level; runtimes and we never assume it")
-    try:
-        return DraftConfig.model_validate(known)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+    return validated(DraftConfig, known, path)
 
 
 def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:

@@ -23,10 +23,7 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a draft without the target's two tables; allocates nothing.
-
-    Source: specs/dspark.md 3.1.
-    """
+    """Name and shape of a draft's tensors without the target's tables (specs/dspark.md 3.1); allocates nothing."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in DraftModel(config).state_dict().items()}
 
@@ -50,10 +47,8 @@ def write_draft(
     Weights are rounded to bfloat16. ``with_tables`` adds bit-exact copies of the target's embedding and head, which
     DeepSpec's loader needs. ``provenance`` goes to provenance.json, which runtimes ignore, with the sha256 of the
     weights, which ``read_draft`` checks. The folder appears whole; an earlier draft at that place is replaced.
-
-    Raises: ConfigError for a mask token that is the end or padding token; CheckpointError when ``folder`` holds
-    something that is not a draft, or a weight is not finite.
-    Source: specs/dspark.md 2.6, 3.1 and 3.3.
+    Raises: ConfigError as ``config_json``; CheckpointError when ``folder`` holds something that is not a draft, or a
+    weight is not finite. Source: specs/dspark.md 2.6, 3.1 and 3.3.
     """
     folder = folder.absolute()
     config = config_json(draft.config, fields)
@@ -79,16 +74,11 @@ def write_draft(
 
 
 def read_draft(
-    folder: Path,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    folder: Path, tables: tuple[torch.Tensor, torch.Tensor], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> DraftModel:
-    """Load an exported draft, ours or a released one, and bind it to its target.
+    """Load an exported draft, ours or a released one, and bind it to its target's (embedding_VD, head_VD).
 
-    ``tables`` are the target's (embedding_VD, head_VD). A file with its own copies must hold the same numbers.
-
+    A file with its own copies of these tables must hold the same numbers.
     Raises: CheckpointError naming missing, unexpected, wrongly shaped or damaged tensors; DraftMismatchError when the
     draft's vocabulary, width or tables are not the target's; ConfigError for another kind of network.
     """
@@ -104,9 +94,7 @@ def read_draft(
         if name in files:
             own_VD = _read(files[name], name, (vocab_size, hidden_size))
             if not torch.equal(own_VD, table_VD.detach().to("cpu", own_VD.dtype)):
-                raise DraftMismatchError(
-                    f"{files[name]}: {name} differs from the target's table; the draft belongs to another target"
-                )
+                raise DraftMismatchError(f"{files[name]}: {name} differs from the target's; use the draft's own target")
     with torch.device("meta"):
         draft = DraftModel(config)
     draft.load_state_dict(weights, assign=True)
@@ -126,9 +114,7 @@ def check_target(
     folder: Path, *, vocab_size: int, hidden_size: int, num_layers: int | None = None, fingerprint: str | None = None
 ) -> DraftConfig:
     """Refuse a draft for another target before any weight of the target is read. Returns: the draft's architecture.
-
     ``fingerprint`` is the target's; a draft whose provenance names its own target's must have the same.
-
     Raises: DraftMismatchError naming every field that differs; ConfigError or CheckpointError as ``read_draft_config``.
     """
     config = read_draft_config(folder)
@@ -139,9 +125,7 @@ def check_target(
         if value is not None and getattr(config, name) != value
     ]
     if wrong:
-        raise DraftMismatchError(
-            f"{folder}: this draft belongs to another target: {'; '.join(wrong)}; use a draft trained for this target"
-        )
+        raise DraftMismatchError(f"{folder}: this draft belongs to another target: {'; '.join(wrong)}; use its own")
     trained_for = _read_provenance(folder).get("target_fingerprint", fingerprint)
     if fingerprint is not None and trained_for != fingerprint:
         raise DraftMismatchError(
@@ -153,14 +137,9 @@ def check_target(
 
 def _check_sha256(folder: Path) -> None:
     """A provenance.json with a sum makes flipped bits visible; drafts of other trainers have none."""
-    expected = _read_provenance(folder).get("weights_sha256")
-    if expected is None:
-        return
-    found = file_sha256(folder / WEIGHTS)
-    if expected != found:
-        raise CheckpointError(
-            f"{folder / WEIGHTS}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; copy or export it again"
-        )
+    path, expected = folder / WEIGHTS, _read_provenance(folder).get("weights_sha256")
+    if expected is not None and expected != (found := file_sha256(path)):
+        raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; export it again")
 
 
 def _read_provenance(folder: Path) -> dict[str, Any]:

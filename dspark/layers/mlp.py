@@ -1,15 +1,12 @@
 """The gated feed-forward block."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dspark.kernels.moe import swiglu
 
 
 class SwiGLU(nn.Module):
-    """``down(swiglu(gate(x), up(x)))`` without biases, with the clamp of ``swiglu``.
-
-    Shapes: x [..., width] -> [..., width]; the inner width is ``inner_width``.
+    """``down(swiglu(gate(x), up(x)))`` without biases, with the clamp of ``swiglu``; x [..., width] -> [..., width].
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6.
     """
 
@@ -20,6 +17,6 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner_width, width, bias=False)
         self.limit = limit
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
         return hidden

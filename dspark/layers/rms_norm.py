@@ -6,10 +6,8 @@ from torch.nn import functional
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight``; statistics in float32 or higher, one rounding at the end.
-
-    Shapes: x [..., width] of any float dtype; the result has x's shape and dtype. The weight is used as stored (no +1).
-    Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
+    """``x / sqrt(mean(x^2) + eps) * weight`` in x's dtype; statistics in float32 or higher, one rounding at the end.
+    The weight is used as stored (no +1). Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:

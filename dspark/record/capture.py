@@ -22,10 +22,7 @@ def check_ids(sequences: Sequence[Encoded], vocab_size: int) -> None:
     for sequence in sequences:
         low, high = int(sequence.ids_T.min()), int(sequence.ids_T.max())
         if low < 0 or high >= vocab_size:
-            raise RecordError(
-                f"{sequence.place}: found token ids {low}..{high}, expected 0..{vocab_size - 1}; "
-                "the tokenizer is not the target's"
-            )
+            raise RecordError(f"{sequence.place}: found token ids {low}..{high}, expected 0..{vocab_size - 1}")
 
 
 @torch.no_grad()
@@ -34,11 +31,9 @@ def capture(
 ) -> None:
     """Record ``sequences`` in order; shards that are already complete are not computed again.
 
-    What goes into a shard depends on nothing outside it, so a run that was stopped and started again writes the same
+    What goes into a shard depends on nothing outside it: a run that was stopped and started again writes the same
     bytes. ``on_sequence`` is called for every sequence that was read or was already recorded.
-
-    Raises: RecordError for ids outside the vocabulary, and naming the first sequence of a pack for which the target
-    says something that is not finite.
+    Raises: RecordError for ids outside the vocabulary, and naming the first sequence of a pack with states not finite.
     """
     check_ids(sequences, target.vocab_size)
     lengths = [len(sequence.ids_T) for sequence in sequences]
@@ -81,21 +76,14 @@ def _shard(
         filled += len(rows)
         for _ in pack:
             on_sequence()
-    return {
-        "offsets_S1": offsets_S1,
-        "ids_N": ids_N.int(),
-        "loss_mask_N": loss_mask_N,
-        "taps_NLD": taps_NLD,
-        "last_hidden_MD": last_hidden_MD,
-        "label_logprobs_M": label_logprobs_M,
-    }
+    tensors = {"offsets_S1": offsets_S1, "ids_N": ids_N.int(), "loss_mask_N": loss_mask_N, "taps_NLD": taps_NLD}
+    return tensors | {"last_hidden_MD": last_hidden_MD, "label_logprobs_M": label_logprobs_M}
 
 
 def _label_logprobs(target: Target[Any], hidden_MD: torch.Tensor, labels_M: torch.Tensor) -> torch.Tensor:
+    pairs = zip(torch.split(hidden_MD, LOGIT_ROWS), torch.split(labels_M, LOGIT_ROWS), strict=True)
     parts = [
         torch.log_softmax(target.logits(hidden_ND), -1).gather(1, labels_N.to(hidden_ND.device)[:, None])[:, 0].cpu()
-        for hidden_ND, labels_N in zip(
-            torch.split(hidden_MD, LOGIT_ROWS), torch.split(labels_M, LOGIT_ROWS), strict=True
-        )
+        for hidden_ND, labels_N in pairs
     ]
     return torch.cat(parts).float()

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from dspark.config import describe_validation
+from dspark.config import Section, describe_validation
 from dspark.errors import RecordError
 
 MANIFEST_FILE = "manifest.json"
@@ -28,11 +28,7 @@ Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ShardEntry(_Part):
+class ShardEntry(Section):
     """One shard as the manifest knows it."""
 
     file: str
@@ -43,7 +39,7 @@ class ShardEntry(_Part):
     num_supervised: Count
 
 
-class Manifest(_Part):
+class Manifest(Section):
     """What a record was made from, and its shards so far. Everything but ``shards`` is known before the first one."""
 
     format: Literal["dspark-record-1"] = "dspark-record-1"
@@ -66,7 +62,7 @@ class Manifest(_Part):
     num_tokens: Count
     num_supervised: Count
     shard_tokens: Count
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict)
     """Of the packages that began the record."""
     shards: tuple[ShardEntry, ...] = ()
 
@@ -123,6 +119,4 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise RecordError(
-            f"{path}: {describe_validation(error)}; restore the file, or delete the folder and run dspark record again"
-        ) from error
+        raise RecordError(f"{path}: {describe_validation(error)}; restore it, or run dspark record again") from error

@@ -31,7 +31,6 @@ class _Shard:
 
 class RecordReader:
     """The sequences of a record: ``len(reader)``, ``reader[i]``. Only the asked-for rows are read from disk.
-
     Raises: RecordError when the folder holds no record, an unfinished one, or a damaged manifest.
     """
 
@@ -39,11 +38,8 @@ class RecordReader:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         if not self.manifest.is_complete:
-            done = sum(shard.num_sequences for shard in self.manifest.shards)
-            raise RecordError(
-                f"{self.folder}: {done} of {self.manifest.num_sequences} sequences are recorded; "
-                "run dspark record again to finish"
-            )
+            done = f"{sum(shard.num_sequences for shard in self.manifest.shards)} of {len(self)}"
+            raise RecordError(f"{self.folder}: {done} sequences are recorded; run dspark record again to finish")
         self._starts = [0, *accumulate(shard.num_sequences for shard in self.manifest.shards)]
         self._shards: dict[int, _Shard] = {}
 
@@ -55,17 +51,12 @@ class RecordReader:
         return self._read(index)[0]
 
     def check(self, head_VD: torch.Tensor | None = None) -> None:
-        """Verify every shard's checksum and, given the target's head, that it belongs to the recorded states.
-
-        In the first sequence of every shard the log-probabilities of the labels are recomputed from the last hidden
-        states and the head. Raises: RecordError naming the shard, what was found and what was expected.
+        """Verify every shard's checksum and, given the target's head, that it gives the recorded log-probabilities of
+        the labels in the first sequence of every shard. Raises: RecordError naming the shard.
         """
-        wanted = (self.manifest.vocab_size, self.manifest.hidden_size)
-        if head_VD is not None and head_VD.shape != wanted:
-            raise RecordError(
-                f"{self.folder}: found a head of {list(head_VD.shape)}, expected {list(wanted)}; "
-                f"use the target that was recorded, {self.manifest.target}"
-            )
+        wanted = [self.manifest.vocab_size, self.manifest.hidden_size]
+        if head_VD is not None and list(head_VD.shape) != wanted:
+            raise RecordError(f"{self.folder}: found a head of {list(head_VD.shape)}, expected {wanted} as recorded")
         tolerance = LOGPROB_TOLERANCE[self.manifest.torch_dtype]
         for start, entry in zip(self._starts, self.manifest.shards, strict=False):
             sequence, recorded_M = self._read(start)
@@ -100,27 +91,19 @@ class RecordReader:
     def _check_layout(self, path: Path, file: Any, entry: ShardEntry) -> None:
         """Refuse a shard whose tensors are not those that the manifest describes; the numbers are not looked at."""
         width, num_taps, dtype = self.manifest.hidden_size, len(self.manifest.target_layer_ids), self.manifest.dtype
-        expected = {
-            "offsets_S1": (entry.num_sequences + 1,),
-            "ids_N": (entry.num_tokens,),
-            "loss_mask_N": (entry.num_tokens,),
-            "taps_NLD": (entry.num_tokens, num_taps, width),
-            "last_hidden_MD": (entry.num_supervised, width),
-            "label_logprobs_M": (entry.num_supervised,),
-        }
+        tokens, states = entry.num_tokens, entry.num_supervised
+        expected: dict[str, tuple[int, ...]] = {"offsets_S1": (entry.num_sequences + 1,), "ids_N": (tokens,)}
+        expected |= {"loss_mask_N": (tokens,), "taps_NLD": (tokens, num_taps, width)}
+        expected |= {"last_hidden_MD": (states, width), "label_logprobs_M": (states,)}
         names = set(file.keys())
         found = {name: tuple(file.get_slice(name).get_shape()) if name in names else None for name in expected}
-        wrong = [
-            f"{name} is {found[name]}, expected {shape}" for name, shape in expected.items() if found[name] != shape
-        ]
+        wrong = [f"{key} is {found[key]}, expected {shape}" for key, shape in expected.items() if found[key] != shape]
         if not wrong and file.get_slice("taps_NLD")[:0].dtype != self.manifest.torch_dtype:
             wrong = [f"taps_NLD is not {dtype}"]
         if not wrong and not _is_rising_to(file.get_tensor("offsets_S1").tolist(), entry.num_tokens):
             wrong = [f"offsets_S1 do not rise from 0 to {entry.num_tokens}"]
         if wrong:
-            raise RecordError(
-                f"{path}: not what the manifest says: {'; '.join(wrong)}; delete the record and record again"
-            )
+            raise RecordError(f"{path}: not what the manifest says: {'; '.join(wrong)}; delete it, run dspark record")
 
     def _open(self, number: int) -> _Shard:
         entry = self.manifest.shards[number]
@@ -147,10 +130,7 @@ def _is_rising_to(offsets: list[int], end: int) -> bool:
 
 
 def label_logprobs(hidden_MD: torch.Tensor, labels_M: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
-    """Log-probability of every label under the target's head, in float32 (float64 for float64 states).
-
-    Shapes: hidden_MD last hidden states; labels_M int64. Returns: [M] on the CPU.
-    """
+    """The labels' log-probabilities [M] under the target's head, on the CPU, in float32 (float64 of float64 states)."""
     dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
     logits_MV = hidden_MD.to(head_VD.device, dtype) @ head_VD.to(dtype).T
     return torch.log_softmax(logits_MV, -1).gather(1, labels_M[:, None].to(head_VD.device))[:, 0].cpu()

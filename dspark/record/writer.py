@@ -26,11 +26,8 @@ class RecordWriter:
         return path.is_file() and path.stat().st_size == entry.num_bytes
 
     def write_shard(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write one shard whole (beside, flush, rename) and only then enter it in the manifest.
-
-        Shards come in order, or replace one whose file was deleted.
-
-        Shapes: as the module ``format`` lists them. Raises: RecordError when the disk refuses; what is written stays.
+        """Write one shard whole (shapes: see ``format``) and only then enter it in the manifest.
+        Shards come in order, or replace one whose file was deleted. Raises: RecordError when the disk refuses.
         """
         shards = self.manifest.shards
         assert index <= len(shards)
@@ -61,10 +58,8 @@ class RecordWriter:
 
 
 def open_writer(folder: Path, description: Manifest) -> RecordWriter:
-    """Start a record, or go on with the one in ``folder`` if it was made from the very same things.
-
-    ``description`` is the manifest without shards. Raises: RecordError naming every difference (another target,
-    tokenizer or template, other tapped layers, dtype, text, ...), or when the disk cannot hold what is to come.
+    """Start a record (``description``: no shards), or go on with the one in ``folder`` made from the very same things.
+    Raises: RecordError naming every difference, or when the disk cannot hold what is to come.
     """
     assert not description.shards
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,10 +68,7 @@ def open_writer(folder: Path, description: Manifest) -> RecordWriter:
     old, new = (manifest.model_dump(exclude={"shards", "versions", "target"}) for manifest in (found, description))
     differing = [f"{key} is {old[key]!r} there and {new[key]!r} now" for key in old if old[key] != new[key]]
     if differing:
-        raise RecordError(
-            f"{folder}: holds a record of something else: {'; '.join(differing)}; "
-            "give this run another record.folder, or delete the manifest and the shards"
-        )
+        raise RecordError(f"{folder}: holds another record: {'; '.join(differing)}; give another record.folder")
     needed_bytes = found.num_bytes - sum(shard.num_bytes for shard in found.shards)
     free_bytes = disk_usage(folder).free
     if needed_bytes > free_bytes:

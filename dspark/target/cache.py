@@ -13,7 +13,6 @@ from dspark.kernels.kda import history_after, state_after
 @dataclass(frozen=True)
 class Layout:
     """How N rows, sequence after sequence, become B padded rows of T tokens and back.
-
     Shapes: positions_N int64. For sequences of one length the three index tensors are None and both ways are views.
     """
 
@@ -72,7 +71,6 @@ class LinearStage(NamedTuple):
 
 class View(NamedTuple):
     """How T further tokens of every sequence meet the cache.
-
     Shapes: sequences_B1 and slots_BT say where the tokens' rows go; bias_BTJ is 0 where token t may see cached row j
     and -inf elsewhere, in float32 or higher.
     """
@@ -87,8 +85,7 @@ class LingCache:
     """Committed memory of B sequences, and the stage of the last verify.
 
     Linear layers hold one state each, and their histories stacked over layers (M). Latent layers (every model has one)
-    hold a row a token in a buffer that grows by doubling; staged rows are written behind the committed ones and count
-    once the length covers them.
+    hold a row a token in a buffer that grows by doubling; staged rows lie behind the committed ones.
     """
 
     def __init__(self, lengths: Sequence[int], linear: Sequence[LinearMemory], latent: Sequence[torch.Tensor]) -> None:
@@ -131,14 +128,11 @@ class LingCache:
 
     def commit(self, counts_B: torch.Tensor) -> None:
         """Make the first counts_B[b] staged tokens of sequence b permanent and drop the rest.
-
         Raises: ValueError for counts outside 0..T or of the wrong number, T being 0 when nothing is staged.
         """
-        counts = counts_B.tolist()
-        if len(counts) != len(self.lengths) or not all(0 <= count <= self.num_staged for count in counts):
-            raise ValueError(
-                f"expected {len(self.lengths)} counts in 0..{self.num_staged} (the staged tokens), got {counts}"
-            )
+        counts, expected = counts_B.tolist(), len(self.lengths)
+        if len(counts) != expected or not all(0 <= count <= self.num_staged for count in counts):
+            raise ValueError(f"expected {expected} counts in 0..{self.num_staged} (the staged tokens), got {counts}")
         if self._stages and any(counts):
             self._commit_linear(counts_B.to(self.rows_MBJC.device), is_whole=min(counts) == self.num_staged)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
@@ -154,9 +148,8 @@ class LingCache:
     def _commit_linear(self, counts_B: torch.Tensor, is_whole: bool) -> None:
         windows, keys, log_decays, deltas, states = zip(*self._stages, strict=True)
         num_layers = len(states)
-        self.histories_MBWC = history_after(
-            torch.stack(windows), counts_B.expand(num_layers, -1), self.histories_MBWC.shape[2]
-        )
+        counts_MB, num_history = counts_B.expand(num_layers, -1), self.histories_MBWC.shape[2]
+        self.histories_MBWC = history_after(torch.stack(windows), counts_MB, num_history)
         if is_whole:
             self.states = list(states)
             return

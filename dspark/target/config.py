@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dspark.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, describe_validation
 from dspark.errors import ConfigError
@@ -13,42 +13,25 @@ from dspark.files import read_json
 LING_ARCHITECTURE = "BailingMoeV3ForCausalLM"
 
 _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
-    "num_kv_heads_for_linear_attn": (0, None),
-    "norm_topk_prob": (True,),
-    "score_function": ("sigmoid",),
-    "scoring_func": ("sigmoid",),
+    **dict.fromkeys(("norm_topk_prob", "moe_router_enable_expert_bias", "rope_interleave"), (True,)),
+    **dict.fromkeys(("no_kda_lora", "kda_safe_gate", "linear_silu"), (True,)),
+    **dict.fromkeys(("scale_router_input", "use_mla_nope", "use_kda_lora", "mtp_use_kda"), (False, None)),
+    **dict.fromkeys(("use_bias", "use_qkv_bias", "use_nGPT", "up_proj_norm", "value_norm"), (False, None)),
+    **dict.fromkeys(("score_function", "scoring_func"), ("sigmoid",)),
     "topk_method": ("noaux_tc",),
-    "moe_router_enable_expert_bias": (True,),
     "router_dtype": ("fp32", "float32", None),
-    "scale_router_input": (False, None),
-    "rope_interleave": (True,),
     "gated_attention_proj_granularity_type": ("head_wise",),
-    "use_mla_nope": (False, None),
-    "no_kda_lora": (True,),
-    "use_kda_lora": (False, None),
-    "kda_safe_gate": (True,),
-    "linear_silu": (True,),
     "hidden_act": ("silu",),
-    "use_bias": (False, None),
-    "use_qkv_bias": (False, None),
-    "use_nGPT": (False, None),
-    "up_proj_norm": (False, None),
-    "value_norm": (False, None),
     "tie_word_embeddings": (False,),
-    "mtp_use_kda": (False, None),
     "quantization_config": (None,),
 }
 """Keys of which only these values are computed. A missing key means the first one."""
 
 
-class TargetConfig(BaseModel):
-    """The architecture of a Ling-3.0 model, under the names of its config.json.
-
-    Source: specs/ling-3.0.md section 1; configuration_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash. Keys that
-    compute nothing (``use_qk_norm``, ``partial_rotary_factor``, ``group_norm_size``, dropouts ...) are left out.
+class TargetConfig(BaseModel, frozen=True, extra="ignore"):
+    """The architecture of a Ling-3.0 model, under the names of its config.json; keys that compute nothing are left out.
+    Source: specs/ling-3.0.md section 1; configuration_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -84,18 +67,14 @@ class TargetConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
-            raise ValueError(
-                f"n_group must divide num_experts {self.num_experts} into groups of at least 2, got {self.n_group}"
-            )
-        if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group must be at most n_group {self.n_group}, got {self.topk_group}")
-        eligible = self.topk_group * (self.num_experts // self.n_group)
-        if self.num_experts_per_tok > eligible:
-            raise ValueError(
-                f"num_experts_per_tok must be at most the {eligible} experts of topk_group groups, "
-                f"got {self.num_experts_per_tok}"
-            )
+        experts, groups, chosen = self.num_experts, self.n_group, self.num_experts_per_tok
+        if experts % groups or experts < 2 * groups:
+            raise ValueError(f"n_group must divide num_experts {experts} into groups of at least 2, got {groups}")
+        if self.topk_group > groups:
+            raise ValueError(f"topk_group must be at most n_group {groups}, got {self.topk_group}")
+        eligible = self.topk_group * (experts // groups)
+        if chosen > eligible:
+            raise ValueError(f"num_experts_per_tok must be at most {eligible}, as topk_group implies, got {chosen}")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         return self
@@ -117,7 +96,6 @@ class TargetConfig(BaseModel):
 
     def is_latent(self, layer: int) -> bool:
         """Whether the layer's attention is MLA rather than KDA; the MTP layer (num_hidden_layers) is MLA.
-
         Source: modeling_bailing_moe_v3.py; layers left over after the last whole group are MLA too.
         """
         whole_groups = self.num_hidden_layers // self.layer_group_size * self.layer_group_size
@@ -138,19 +116,19 @@ class TargetConfig(BaseModel):
 
 def parse_target_config(values: Mapping[str, Any], place: str = "config.json") -> TargetConfig:
     """Check the content of a config.json and keep what computes something.
-
     Raises: ConfigError naming ``place``, the key, what was found and what is computed here.
     """
     architectures = values.get("architectures")
     if architectures != [LING_ARCHITECTURE]:
-        raise ConfigError(
-            f"{place}: architectures must be [{LING_ARCHITECTURE!r}], got {architectures!r} "
-            f"(model_type {values.get('model_type')!r} also names other networks)"
-        )
-    for key, allowed in _ONLY_VALUE.items():
-        if key in values and values[key] not in allowed and not _is_same_as_heads(key, values):
+        raise ConfigError(f"{place}: architectures must be [{LING_ARCHITECTURE!r}], got {architectures!r}")
+    kv_heads = {"num_kv_heads_for_linear_attn": (0, None, values.get("num_attention_heads"))}
+    for key, allowed in (kv_heads | _ONLY_VALUE).items():
+        if key in values and values[key] not in allowed:
             raise ConfigError(f"{place}: {key} must be {allowed[0]!r}, got {values[key]!r}; no other law is computed")
-    _check_rope_scaling(values.get("rope_scaling"), place)
+    scaling = values.get("rope_scaling")
+    is_default = isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default"
+    if scaling is not None and not is_default:
+        raise ConfigError(f"{place}: rope_scaling must be null, got {scaling!r}; YaRN and others are not computed")
     try:
         config = TargetConfig.model_validate(values)
     except ValidationError as error:
@@ -167,10 +145,7 @@ def parse_target_config(values: Mapping[str, Any], place: str = "config.json") -
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The content of a model folder's config.json.
-
-    Raises: ConfigError when the file is absent or not a JSON object.
-    """
+    """The content of a model folder's config.json. Raises: ConfigError when the file is absent or not a JSON object."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a model folder in Hugging Face layout")
@@ -178,10 +153,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def load_target_config(folder: Path | str) -> TargetConfig:
-    """Read and check the config.json of a Ling-3.0 model folder.
-
-    Raises: ConfigError as ``read_config_json`` and ``parse_target_config`` do.
-    """
+    """Read and check the config.json of a Ling-3.0 model folder. Raises: ConfigError."""
     return parse_target_config(read_config_json(Path(folder)), str(Path(folder) / "config.json"))
 
 
@@ -189,13 +161,3 @@ def _limit(limits: tuple[float | None, ...] | None, layer: int) -> float | None:
     if limits is None or layer >= len(limits):
         return None
     return limits[layer] or None
-
-
-def _is_same_as_heads(key: str, values: Mapping[str, Any]) -> bool:
-    return key == "num_kv_heads_for_linear_attn" and values[key] == values.get("num_attention_heads")
-
-
-def _check_rope_scaling(scaling: Any, place: str) -> None:
-    if scaling is None or (isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default"):
-        return
-    raise ConfigError(f"{place}: rope_scaling must be null, got {scaling!r}; YaRN and other scalings are not computed")

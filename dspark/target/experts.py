@@ -11,7 +11,6 @@ from dspark.target.config import TargetConfig
 
 class Router(nn.Module):
     """Chooses experts by grouped sigmoid scores; ``expert_bias`` balances the choice and takes no gradient.
-
     Computed in float32 or higher whatever the weights' dtype, also under autocast.
     """
 
@@ -42,7 +41,6 @@ class Experts(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """``sum of w_e * expert_e(x) + shared(x)``; rows are summed in float32 or higher and rounded once.
-
     Source: specs/ling-3.0.md section 6.
     """
 
@@ -55,8 +53,6 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output [N, D] and the chosen experts ids_NK."""
-        ids_NK, weights_NK = self.gate(x_ND)
-        routed_ND = moe.run_experts(
-            x_ND, ids_NK, weights_NK, self.experts.gate_up_proj, self.experts.down_proj, self.limit
-        )
+        (ids_NK, weights_NK), experts = self.gate(x_ND), self.experts
+        routed_ND = moe.run_experts(x_ND, ids_NK, weights_NK, experts.gate_up_proj, experts.down_proj, self.limit)
         return (routed_ND + self.shared_experts(x_ND)).to(x_ND.dtype), ids_NK

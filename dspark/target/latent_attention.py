@@ -15,7 +15,6 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 class LatentAttention(nn.Module):
     """One gated MLA block: queries from the input or a low rank, keys and values from one latent a token.
-
     Source: specs/ling-3.0.md section 5; DeepSeek-V2 (arXiv 2405.04434) section 2.1, with a sigmoid gate a head.
     """
 
@@ -55,9 +54,8 @@ class LatentAttention(nn.Module):
         layout = view.layout
         q_NHE, latent_NC, k_rope_NE = self._project(x_ND, angles)
         rows_BJC[view.sequences_B1, view.slots_BT] = layout.pad(torch.cat((latent_NC, k_rope_NE), -1))
-        keys_HEC, values_HFC = torch.unflatten(self.kv_b_proj.weight, 0, (self.num_heads, -1)).tensor_split(
-            (self.nope_width,), 1
-        )
+        kv_HGC = torch.unflatten(self.kv_b_proj.weight, 0, (self.num_heads, -1))
+        keys_HEC, values_HFC = kv_HGC.tensor_split((self.nope_width,), 1)
         q_nope_NHE, q_rope_NHE = q_NHE.tensor_split((self.nope_width,), -1)
         absorbed_NHC = (q_nope_NHE.transpose(0, 1) @ keys_HEC).transpose(0, 1)
         q_BTHC = layout.pad(torch.cat((absorbed_NHC, q_rope_NHE), -1))

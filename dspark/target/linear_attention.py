@@ -1,7 +1,7 @@
 """Linear attention: a Kimi Delta Attention block with its projections, short convolutions and gate."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dspark.kernels import kda
 from dspark.layers.rms_norm import RMSNorm
@@ -11,7 +11,6 @@ from dspark.target.config import TargetConfig
 
 class LinearAttention(nn.Module):
     """One KDA block. No positions: order enters through the convolution and the recurrence only.
-
     The recurrence, the decay and the norms run in float32 or higher, also under autocast.
     Source: specs/ling-3.0.md section 4; modeling_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash.
     """
@@ -21,13 +20,11 @@ class LinearAttention(nn.Module):
         width, self.num_heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         inner = self.num_heads * self.head_dim
         taps = config.short_conv_kernel_size
-        self.q_proj, self.k_proj, self.v_proj, self.f_proj, self.g_proj = (
-            nn.Linear(width, inner, bias=False) for _ in range(5)
-        )
+        projections = (nn.Linear(width, inner, bias=False) for _ in range(5))
+        self.q_proj, self.k_proj, self.v_proj, self.f_proj, self.g_proj = projections
         self.b_proj = nn.Linear(width, self.num_heads, bias=False)
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            nn.Conv1d(inner, inner, taps, groups=inner, bias=False) for _ in range(3)
-        )
+        convolutions = (nn.Conv1d(inner, inner, taps, groups=inner, bias=False) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = convolutions
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(inner))
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -35,16 +32,13 @@ class LinearAttention(nn.Module):
         self.lower_bound = config.kda_lower_bound
         self.num_history = taps - 1
 
-    def forward(self, x_ND: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, LinearMemory]:
+    def forward(self, x_ND: Tensor, layout: Layout) -> tuple[Tensor, LinearMemory]:
         """Read whole sequences from their first token; returns the output [N, D] and the memory after the last."""
         y_ND, stage = self.stage(x_ND, layout, None)
-        return y_ND, LinearMemory(
-            stage.state_BHEF, kda.history_after(stage.window_BWC, layout.lengths_B, self.num_history)
-        )
+        history_BWC = kda.history_after(stage.window_BWC, layout.lengths_B, self.num_history)
+        return y_ND, LinearMemory(stage.state_BHEF, history_BWC)
 
-    def stage(
-        self, x_ND: torch.Tensor, layout: Layout, memory: LinearMemory | None
-    ) -> tuple[torch.Tensor, LinearStage]:
+    def stage(self, x_ND: Tensor, layout: Layout, memory: LinearMemory | None) -> tuple[Tensor, LinearStage]:
         """Read further tokens after ``memory`` (None: nothing yet) and leave it as it is."""
         heads = (self.num_heads, self.head_dim)
         inputs_BTC = layout.pad(torch.cat((self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND)), -1))
@@ -55,7 +49,8 @@ class LinearAttention(nn.Module):
             if memory is None:
                 memory = self._nothing(inputs_BTC, wide)
             window_BWC = torch.cat((memory.history_BWC, inputs_BTC), 1)
-            mixed = torch.unflatten(kda.short_conv(window_BWC, self._taps()), -1, (3, *heads))
+            taps_CJ = torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
+            mixed = torch.unflatten(kda.short_conv(window_BWC, taps_CJ), -1, (3, *heads))
             q_BTHE, k_BTHE = kda.l2norm(mixed[:, :, :2]).unbind(2)
             log_decay_NHE = kda.log_decay(f_NHE.to(wide), self.A_log, self.dt_bias.view(heads), self.lower_bound)
             log_decay_BTHE, beta_BTH = layout.pad(log_decay_NHE), layout.pad(beta_NH.to(wide).sigmoid())
@@ -67,10 +62,7 @@ class LinearAttention(nn.Module):
         y_ND = self.o_proj(o_NHF.flatten(1).to(gate_NHF.dtype))
         return y_ND, LinearStage(window_BWC, k_BTHE, log_decay_BTHE, rule.deltas_BTHF, rule.state_BHEF)
 
-    def _taps(self) -> torch.Tensor:
-        return torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
-
-    def _nothing(self, inputs_BTC: torch.Tensor, wide: torch.dtype) -> LinearMemory:
+    def _nothing(self, inputs_BTC: Tensor, wide: torch.dtype) -> LinearMemory:
         num_sequences, _, channels = inputs_BTC.shape
         state_BHEF = inputs_BTC.new_zeros(num_sequences, self.num_heads, self.head_dim, self.head_dim, dtype=wide)
         return LinearMemory(state_BHEF, inputs_BTC.new_zeros(num_sequences, self.num_history, channels))

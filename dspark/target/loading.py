@@ -18,10 +18,7 @@ from dspark.target.model import LingModel
 from dspark.target.tokenizer import stop_token_ids
 from dspark.types import Target
 
-REPOSITORIES = {
-    "ling-3.0-flash": "inclusionAI/Ling-3.0-flash",
-    "ling-3.0-tiny": "inclusionAI/Ling-3.0-tiny",
-}
+REPOSITORIES = {"ling-3.0-flash": "inclusionAI/Ling-3.0-flash", "ling-3.0-tiny": "inclusionAI/Ling-3.0-tiny"}
 NANO_FOLDER = Path(__file__).parents[2] / "data" / "nano"
 _EMBEDDING_NAMES = ("model.word_embeddings.weight", "model.embed_tokens.weight")
 _HEAD_NAME = "lm_head.weight"
@@ -48,10 +45,7 @@ class TargetFacts:
 
 def locate_target(name_or_folder: str | Path) -> Path:
     """The folder of a target: a folder itself, a shipped or published name, or a repository in the local hub cache.
-
-    Nothing is downloaded.
-
-    Raises: CheckpointError saying where it looked and which command fetches the model.
+    Nothing is downloaded. Raises: CheckpointError saying where it looked and which command fetches the model.
     """
     folder = Path(name_or_folder)
     if (folder / "config.json").is_file():
@@ -65,11 +59,7 @@ def locate_target(name_or_folder: str | Path) -> Path:
     try:
         return Path(snapshot_download(repository, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
-        command = (
-            f"hf download {repository}"
-            if repository.count("/") == 1
-            else f"hf download {REPOSITORIES['ling-3.0-flash']}"
-        )
+        command = f"hf download {repository if repository.count('/') == 1 else REPOSITORIES['ling-3.0-flash']}"
         known = ", ".join((*REPOSITORIES, "ling-3.0-nano"))
         raise CheckpointError(
             f"{name}: no folder with a config.json, and not in the hub cache {constants.HF_HUB_CACHE}. "
@@ -79,14 +69,10 @@ def locate_target(name_or_folder: str | Path) -> Path:
 
 def check_ids(ids: torch.Tensor, vocab_size: int) -> None:
     """Raises: ConfigError unless these are whole numbers of the vocabulary. On a GPU it waits for the device."""
-    if ids.dtype not in {torch.int64, torch.int32} or (
-        ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size
-    ):
-        found = (
-            f"{ids.dtype}"
-            if ids.is_floating_point() or not ids.numel()
-            else f"{ids.dtype}, {int(ids.min())} to {int(ids.max())}"
-        )
+    is_whole = ids.dtype in {torch.int64, torch.int32}
+    if not is_whole or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size):
+        has_range = ids.numel() and not ids.is_floating_point()
+        found = f"{ids.dtype}, {int(ids.min())} to {int(ids.max())}" if has_range else f"{ids.dtype}"
         raise ConfigError(f"token ids: expected whole numbers from 0 to {vocab_size - 1}, found {found}")
 
 
@@ -105,7 +91,6 @@ def load_target(
     device: str | torch.device = "cpu",
 ) -> Target[Any]:
     """Read a target's weights, frozen and ready: Ling-3.0 by this project's own code, any other through transformers.
-
     Raises: CheckpointError and ConfigError as the config, the weights and ``target_layer_ids`` deserve.
     """
     folder = locate_target(name_or_folder)
@@ -124,9 +109,7 @@ def load_target(
 
 
 def load_tables(name_or_folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The embedding and the output head, both [V, D] in the dtype they are stored in; nothing else is read.
-
-    Returns: embedding_VD and head_VD, one tensor twice when config.json ties them.
+    """The embedding and the output head, both [V, D] as stored, one tensor twice when tied; nothing else is read.
     Raises: CheckpointError when the folder has no such tensors or they disagree with config.json.
     """
     folder = locate_target(name_or_folder)
@@ -136,20 +119,15 @@ def load_tables(name_or_folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]
     embedding_VD = checkpoint.get(name)
     is_tied = read_config_json(folder).get("tie_word_embeddings", _HEAD_NAME not in checkpoint.names)
     head_VD = embedding_VD if is_tied else checkpoint.get(_HEAD_NAME)
-    expected = (facts.vocab_size, facts.hidden_size)
+    expected = [facts.vocab_size, facts.hidden_size]
     for table, found in ((name, embedding_VD), (_HEAD_NAME, head_VD)):
-        if found.shape != expected:
-            raise CheckpointError(
-                f"{folder}: {table} must be {list(expected)} by config.json, found {list(found.shape)}"
-            )
+        if list(found.shape) != expected:
+            raise CheckpointError(f"{folder}: {table} must be {expected} by config.json, found {list(found.shape)}")
     return embedding_VD, head_VD
 
 
 def target_facts(name_or_folder: str | Path) -> TargetFacts:
-    """What config.json and generation_config.json say about a target of any family.
-
-    Raises: ConfigError naming the key that is missing.
-    """
+    """What config.json and generation_config.json say of a target of any family. Raises: ConfigError naming the key."""
     folder = locate_target(name_or_folder)
     values = read_config_json(folder)
     for key in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
@@ -158,23 +136,14 @@ def target_facts(name_or_folder: str | Path) -> TargetFacts:
     for key in ("pad_token_id", "bos_token_id"):
         if values.get(key) is not None and not (type(values[key]) is int and 0 <= values[key] < values["vocab_size"]):
             raise ConfigError(f"{folder / 'config.json'}: {key} must be an id below vocab_size, got {values[key]!r}")
-    return TargetFacts(
-        architecture=values["architectures"][0],
-        vocab_size=values["vocab_size"],
-        hidden_size=values["hidden_size"],
-        num_layers=values["num_hidden_layers"],
-        stop_token_ids=stop_token_ids(folder),
-        pad_token_id=values.get("pad_token_id"),
-        bos_token_id=values.get("bos_token_id"),
-    )
+    sizes = (values["vocab_size"], values["hidden_size"], values["num_hidden_layers"])
+    tokens = (stop_token_ids(folder), values.get("pad_token_id"), values.get("bos_token_id"))
+    return TargetFacts(values["architectures"][0], *sizes, *tokens)
 
 
 def target_fingerprint(name_or_folder: str | Path) -> str:
     """SHA-256, in hex, of config.json and of each weight file's name, size, header and 16 samples of 4 KiB.
-
-    It tells another model, a fine-tune or another precision apart without reading every byte.
-
-    Raises: CheckpointError as ``Checkpoint`` does.
+    It tells another model, a fine-tune or another precision apart without reading every byte. Raises: CheckpointError.
     """
     folder = locate_target(name_or_folder)
     digest = hashlib.sha256(json.dumps(read_config_json(folder), sort_keys=True).encode())

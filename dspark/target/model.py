@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dspark.errors import CheckpointError
 from dspark.layers.mlp import SwiGLU
@@ -23,12 +23,9 @@ _FLOAT32_NAMES = ("A_log", "dt_bias", "expert_bias")
 
 @dataclass(frozen=True)
 class LingOutput(TargetOutput):
-    """A pass of the model: taps, last hidden, and the experts that each MoE layer chose, in the order of the layers.
+    """A pass of the model: taps, last hidden, and the experts that each MoE layer chose, int64 [N, K] a layer."""
 
-    Shapes: expert_ids one int64 [N, K] a MoE layer.
-    """
-
-    expert_ids: tuple[torch.Tensor, ...]
+    expert_ids: tuple[Tensor, ...]
 
 
 class Layer(nn.Module):
@@ -42,7 +39,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MixtureOfExperts(config, index) if config.is_moe(index) else SwiGLU(width, config.intermediate_size)
 
-    def feed(self, hidden_ND: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def feed(self, hidden_ND: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Add the feed-forward block; returns the residual stream and the chosen experts (none of a dense block)."""
         x_ND = self.post_attention_layernorm(hidden_ND)
         if isinstance(self.mlp, SwiGLU):
@@ -88,8 +85,9 @@ class LingModel(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config = config
-        self.target_layer_ids = target_layer_ids
+        self.config, self.target_layer_ids = config, target_layer_ids
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_layers = config.num_hidden_layers
         with torch.device("meta"):
             self.model = Trunk(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -100,45 +98,29 @@ class LingModel(nn.Module):
         self.to_empty(device=device)
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def embedding_VD(self) -> torch.Tensor:
+    def embedding_VD(self) -> Tensor:
         return self.model.word_embeddings.weight.detach()
 
     @property
-    def head_VD(self) -> torch.Tensor:
+    def head_VD(self) -> Tensor:
         return self.lm_head.weight.detach()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """The head on last hidden states [..., D]: logits [..., V] in float32 or higher."""
-        logits: torch.Tensor = self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def forward(self, ids_N: torch.Tensor, lengths: Sequence[int]) -> LingOutput:
-        """Read whole sequences laid one after the other, with gradients; ``lengths`` are host integers.
-
+    def forward(self, ids_N: Tensor, lengths: Sequence[int]) -> LingOutput:
+        """Read whole sequences laid one after the other, with gradients; ``lengths`` are host integers, ids_N int64.
         Sequences of one length are read without padding, loops over sequences or host syncs.
-        Shapes: ids_N int64, N the sum of the lengths.
         """
         return self._read(ids_N, Layout.of(lengths, ids_N.device))[0]
 
-    def mtp_hidden(
-        self, next_ids_N: torch.Tensor, last_hidden_ND: torch.Tensor, lengths: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def mtp_hidden(self, next_ids_N: Tensor, last_hidden_ND: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The prediction layer over whole sequences: row t, from last_hidden[t] and token t+1, speaks of token t+2.
 
-        Shapes: rows laid as in ``forward``. Returns the hidden state whose ``logits`` predict [N, D], and ids_NK of the
-        layer's experts. To predict further, feed the hidden state back with the drafted ids.
+        Returns the hidden state whose ``logits`` predict [N, D], rows laid as in ``forward``, and ids_NK of the layer's
+        experts. To predict further, feed the hidden state back with the drafted ids.
         Source: specs/ling-3.0.md section 7; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
         """
         layer = self.model.layers[self.config.num_hidden_layers]
@@ -151,23 +133,21 @@ class LingModel(nn.Module):
         return layer.final_layernorm(hidden_ND), ids_NK
 
     @torch.no_grad()
-    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[LingCache, LingOutput]:
-        """See ``dspark.types.Target``."""
+    def prefill(self, ids: Sequence[Tensor]) -> tuple[LingCache, LingOutput]:
         lengths = [len(ids_T) for ids_T in ids]
         ids_N = torch.cat(list(ids)).to(self.lm_head.weight.device)
         output, linear, latent = self._read(ids_N, Layout.of(lengths, ids_N.device))
         return LingCache(lengths, linear, latent), output
 
     @torch.no_grad()
-    def verify(self, ids_BT: torch.Tensor, cache: LingCache) -> LingOutput:
-        """See ``dspark.types.Target``."""
+    def verify(self, ids_BT: Tensor, cache: LingCache) -> LingOutput:
         cache.drop_stage()
         view = cache.view(ids_BT.shape[1])
         angles = self._angles(view.layout)
         stages: list[LinearStage] = []
         latent_layers = iter(range(self.config.num_hidden_layers))
 
-        def attend(layer: Layer, x_ND: torch.Tensor) -> torch.Tensor:
+        def attend(layer: Layer, x_ND: Tensor) -> Tensor:
             if isinstance(layer.attention, LinearAttention):
                 y_ND, stage = layer.attention.stage(x_ND, view.layout, cache.memory(len(stages)))
                 stages.append(stage)
@@ -178,15 +158,12 @@ class LingModel(nn.Module):
         cache.stage(stages, ids_BT.shape[1])
         return output
 
-    def commit(self, cache: LingCache, counts_B: torch.Tensor) -> None:
-        """See ``dspark.types.Target``."""
+    def commit(self, cache: LingCache, counts_B: Tensor) -> None:
         cache.commit(counts_B)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw fresh weights: normal with standard deviation 0.02, norms 1, expert bias 0.
-
-        Convolutions are uniform in +-1/sqrt(taps). ``dt_bias`` spreads the decay rates of the channels evenly in the
-        logarithm from 0.001 to 1 a token, so that short and long memories exist from the start.
+        """Draw fresh weights: normal with deviation 0.02, norms 1, expert bias 0, convolutions uniform to 1/sqrt(taps).
+        ``dt_bias`` spreads the decay rates of the channels evenly in the logarithm from 0.001 to 1 a token.
         """
         rates = (0.001, 1.0)
         for name, tensor in self.state_dict().items():
@@ -207,26 +184,24 @@ class LingModel(nn.Module):
             tensor.copy_(drawn)
 
     @torch.no_grad()
-    def load_tensors(self, get: Callable[[str], torch.Tensor]) -> None:
+    def load_tensors(self, get: Callable[[str], Tensor]) -> None:
         """Fill every weight from ``get(checkpoint name)``, converted to this model's dtypes.
-
         Raises: CheckpointError when a tensor has another shape than the config implies.
         """
         for name, place in self._places():
             tensor = get(name)
             if tensor.shape != place.shape:
-                raise CheckpointError(
-                    f"{name}: expected shape {list(place.shape)} as config.json implies, found {list(tensor.shape)}"
-                )
+                expected = f"expected shape {list(place.shape)} as config.json implies"
+                raise CheckpointError(f"{name}: {expected}, found {list(tensor.shape)}")
             place.copy_(tensor)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its checkpoint name: bfloat16, but float32 for A_log, dt_bias and expert_bias."""
         for name, place in self._places():
             dtype = torch.float32 if name.endswith(_FLOAT32_NAMES) else torch.bfloat16
             yield name, place.to(dtype, copy=True)
 
-    def _places(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _places(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names with the memory they fill: a parameter, or one expert's part of a stacked one."""
         for name, tensor in self.state_dict().items():
             prefix, separator, part = name.partition(".experts.")
@@ -243,12 +218,12 @@ class LingModel(nn.Module):
         wide = torch.promote_types(self.lm_head.weight.dtype, torch.float32)
         return rotary_angles(layout.positions_N, self.config.qk_rope_head_dim, self.config.rope_theta, wide)
 
-    def _read(self, ids_N: torch.Tensor, layout: Layout) -> tuple[LingOutput, list[LinearMemory], list[torch.Tensor]]:
+    def _read(self, ids_N: Tensor, layout: Layout) -> tuple[LingOutput, list[LinearMemory], list[Tensor]]:
         angles = self._angles(layout)
         linear: list[LinearMemory] = []
-        latent: list[torch.Tensor] = []
+        latent: list[Tensor] = []
 
-        def attend(layer: Layer, x_ND: torch.Tensor) -> torch.Tensor:
+        def attend(layer: Layer, x_ND: Tensor) -> Tensor:
             if isinstance(layer.attention, LinearAttention):
                 linear_ND, memory = layer.attention.forward(x_ND, layout)
                 linear.append(memory)
@@ -259,10 +234,10 @@ class LingModel(nn.Module):
 
         return self._walk(ids_N, attend), linear, latent
 
-    def _walk(self, ids_N: torch.Tensor, attend: Callable[[Layer, torch.Tensor], torch.Tensor]) -> LingOutput:
+    def _walk(self, ids_N: Tensor, attend: Callable[[Layer, Tensor], Tensor]) -> LingOutput:
         hidden_ND = self.model.word_embeddings(ids_N)
-        outputs: list[torch.Tensor] = []
-        expert_ids: tuple[torch.Tensor, ...] = ()
+        outputs: list[Tensor] = []
+        expert_ids: tuple[Tensor, ...] = ()
         for index in range(self.num_layers):
             layer = self.model.layers[index]
             assert isinstance(layer, Layer)

@@ -13,9 +13,7 @@ from dspark.target.config import read_config_json
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; no code of the folder is run.
-
-    Raises: CheckpointError when there is no tokenizer.json, when one of them is damaged, or when it knows ids that the
-    model has no row for.
+    Raises: CheckpointError when one is missing or damaged, or the tokenizer knows ids that the model has no row for.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -26,10 +24,8 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
             folder, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder}: tokenizer.json, tokenizer_config.json or chat_template.jinja is damaged "
-            f"({type(error).__name__}: {error}); download them again"
-        ) from error
+        files = "tokenizer.json, tokenizer_config.json or chat_template.jinja"
+        raise CheckpointError(f"{folder}: {files} is damaged ({type(error).__name__}: {error})") from error
     vocab_size = read_config_json(folder).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if not isinstance(vocab_size, int) or largest >= vocab_size:
@@ -39,20 +35,18 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 
 def stop_token_ids(folder: Path | str) -> tuple[int, ...]:
     """The ids that end an answer: ``eos_token_id`` of generation_config.json, else of config.json, in that order.
-
     Raises: ConfigError when neither names one, or an id is no row of the vocabulary.
     """
     folder = Path(folder)
     values = read_config_json(folder)
+    vocab_size = values.get("vocab_size", 0)
     generation = folder / "generation_config.json"
     stated: Any = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if stated is None:
         stated = values.get("eos_token_id")
     ids = tuple(stated) if isinstance(stated, list) else (stated,)
-    if not ids or not all(type(token) is int and 0 <= token < values.get("vocab_size", 0) for token in ids):
-        raise ConfigError(
-            f"{folder}: eos_token_id must be ids below vocab_size {values.get('vocab_size')}, got {stated!r}"
-        )
+    if not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise ConfigError(f"{folder}: eos_token_id must be ids below vocab_size {vocab_size}, got {stated!r}")
     return ids
 
 
@@ -62,10 +56,7 @@ def tokenizer_fingerprint(folder: Path | str) -> str:
 
 
 def template_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 of the chat template that the tokenizer would use, in hex.
-
-    Raises: ConfigError when it has none, or several.
-    """
+    """SHA-256, in hex, of the tokenizer's chat template. Raises: ConfigError when it has none, or several."""
     template = tokenizer.chat_template
     if not isinstance(template, str):
         raise ConfigError(f"{tokenizer.name_or_path}: expected one chat template, found {type(template).__name__}")

@@ -18,7 +18,6 @@ from dspark.types import TargetOutput
 @dataclass
 class TransformersCache:
     """Keys and values of B sequences, aligned at the right end of the committed columns.
-
     lengths_B int64 are the committed tokens; columns from ``num_columns`` on are staged.
     """
 
@@ -44,7 +43,6 @@ class TransformersTarget:
 
     @property
     def embedding_VD(self) -> torch.Tensor:
-        """The embedding table."""
         table: torch.Tensor = self.model.get_input_embeddings().weight
         return table
 
@@ -55,7 +53,6 @@ class TransformersTarget:
         return table
 
     def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[TransformersCache, TargetOutput]:
-        """See ``Target.prefill``."""
         device = self.embedding_VD.device
         lengths_B = torch.tensor([len(row) for row in ids], device=device)
         num_columns = int(lengths_B.max())
@@ -67,7 +64,6 @@ class TransformersTarget:
         return cache, output
 
     def verify(self, ids_BT: torch.Tensor, cache: TransformersCache) -> TargetOutput:
-        """See ``Target.verify``."""
         _keep(cache.layers, slice(0, cache.num_columns))
         is_token_BT = torch.ones(ids_BT.shape, dtype=torch.bool, device=cache.lengths_B.device)
         output = self._read(ids_BT, is_token_BT, cache)
@@ -75,7 +71,6 @@ class TransformersTarget:
         return output
 
     def commit(self, cache: TransformersCache, counts_B: torch.Tensor) -> None:
-        """See ``Target.commit``."""
         counts_B = counts_B.to(cache.lengths_B)
         counts, num_sequences = counts_B.tolist(), len(cache.lengths_B)
         if len(counts) != num_sequences or not all(0 <= count <= cache.num_staged for count in counts):
@@ -89,7 +84,6 @@ class TransformersTarget:
         cache.lengths_B, cache.num_columns, cache.num_staged = lengths_B, num_columns, 0
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Target.logits``."""
         logits = functional.linear(hidden, self.head_VD)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -116,22 +110,14 @@ def load_transformers_target(
     folder: Path, target_layer_ids: tuple[int, ...], dtype: torch.dtype, device: str | torch.device
 ) -> TransformersTarget:
     """Read a model folder through transformers: safetensors only, no remote code, no network.
-
-    Raises: ConfigError when transformers does not know the architecture, when its layers keep a state that cannot be
-    rolled back, or when its logits are not the head on the last hidden state. CheckpointError when weights are
-    missing, damaged or of another shape.
+    Raises: ConfigError for an unknown architecture, for layers whose state cannot be rolled back, or when the logits
+    are not the head on the last hidden state; CheckpointError for missing or damaged weights.
     """
     Checkpoint(folder)  # says what is damaged better than transformers would
     loaded: Any
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **options)
     except ValueError as error:
         raise ConfigError(f"{folder}: transformers cannot build this architecture: {error}") from error
     model, report = loaded

@@ -35,10 +35,8 @@ class Draw:
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences padded on the right to the longest, with the anchors to train on.
-
-    Shapes: ids_BT, lengths_B, anchors_BA int64; loss_mask_BT, keep_BA bool; taps_BTLD and last_hidden_BTD as recorded,
-    zeros in the padding. ``indices`` are the sequences' places in the record.
+    """B sequences padded on the right to the longest, with the anchors to train on and their places in the record.
+    Shapes: ids_BT, lengths_B, anchors_BA int64; loss_mask_BT, keep_BA bool; taps and last_hidden zeros in the padding.
     """
 
     ids_BT: Tensor
@@ -92,9 +90,8 @@ def read_windows(record: Record, run: RunConfig, share: Share, starts: range) ->
 
 
 def read_window(record: Record, run: RunConfig, sequences_seen: int, share: Share) -> list[Batch]:
-    """This process's micro-batches of the step that follows ``sequences_seen`` sequences, all held in memory.
-
-    They are needed at once: the denominators of the whole step are known before its first backward pass.
+    """This process's micro-batches of the step after ``sequences_seen`` sequences. All are needed at once: the
+    denominators of the whole step are known before its first backward pass.
     """
     draws = window_draws(len(record), run.seed, sequences_seen, share)
     return [read_batch(record, micro_step, run.train.num_anchors, run.seed) for micro_step in draws]
@@ -103,9 +100,8 @@ def read_window(record: Record, run: RunConfig, sequences_seen: int, share: Shar
 def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Share) -> list[list[Draw]]:
     """The draws of one step for one process, a list for each micro-step.
 
-    The record is read in a new permutation each pass, one pass after the other without a gap. The step takes the next
-    ``share.sequences_per_step`` of that stream, so what it learns from depends on ``sequences_seen`` alone and not on
-    how it is split over processes and micro-steps.
+    The record is read in a new permutation each pass, without a gap. The step takes the next sequences of that stream,
+    so ``sequences_seen`` alone says what it learns from, however it is split over processes and micro-steps.
     """
     window = []
     for micro_step in range(share.accumulation_steps):
@@ -116,21 +112,13 @@ def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Shar
 
 
 def read_batch(record: Record, draws: Sequence[Draw], num_anchors: int, seed: int) -> Batch:
-    """Read the drawn sequences, choose their anchors and pad them to one batch on the CPU.
-
-    The anchors of a sequence depend on the seed, the pass and its index only.
-    """
+    """Read the drawn sequences, choose anchors (by seed, pass and index only) and pad to one batch on the CPU."""
     sequences = [record[draw.index] for draw in draws]
     lengths = [len(sequence.ids_T) for sequence in sequences]
-    anchors = [
-        sample_anchors(
-            sequence.loss_mask_T[None],
-            torch.tensor([length]),
-            num_anchors,
-            _generator(seed, "anchors", draw.epoch, draw.index),
-        )
-        for sequence, length, draw in zip(sequences, lengths, draws, strict=True)
-    ]
+    anchors = []
+    for sequence, length, draw in zip(sequences, lengths, draws, strict=True):
+        generator = _generator(seed, "anchors", draw.epoch, draw.index)
+        anchors.append(sample_anchors(sequence.loss_mask_T[None], torch.tensor([length]), num_anchors, generator))
     return Batch(
         ids_BT=_stack([sequence.ids_T for sequence in sequences]),
         loss_mask_BT=_stack([sequence.loss_mask_T for sequence in sequences]),

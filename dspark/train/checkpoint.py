@@ -31,7 +31,6 @@ class Progress:
 
 def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The draft's float32 parameters and AdamW's moments (``exp_avg.NAME``), on the CPU.
-
     ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO every rank must call it.
     """
     parameters: dict[str, Tensor] = {}
@@ -52,9 +51,7 @@ def save_checkpoint(
     folder: Path, progress: Progress, parameters: dict[str, Tensor], moments: dict[str, Tensor]
 ) -> Path:
     """Write ``folder/step-NNNNNNNN`` and drop all but the newest two. One process calls it.
-
-    The checkpoint is written beside its place, flushed to the disk and renamed, so a kill at any moment leaves either
-    the whole of it or the ones before.
+    It is written beside its place, flushed and renamed: a kill at any moment leaves the whole of it or the ones before.
     """
     place = folder / f"step-{progress.step:08d}"
     partial = folder / f".{place.name}.partial"
@@ -80,7 +77,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
     """Put a checkpoint's parameters and moments into a fresh draft and optimizer. Every process calls it.
-
     Raises: CheckpointError when a file is missing, damaged, or made for another draft.
     """
     state = _read_state(place)
@@ -88,11 +84,9 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
     own = {name: tuple(parameter.shape) for name, parameter in draft.named_parameters()}
     saved = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     if own != saved:
-        differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-        raise CheckpointError(
-            f"{place}: made for another draft; {differing[0]} is {saved.get(differing[0])}, "
-            f"the run's is {own.get(differing[0])}"
-        )
+        wrong = min(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        there, here = saved.get(wrong), own.get(wrong)
+        raise CheckpointError(f"{place}: made for another draft; {wrong} is {there}, the run's is {here}")
     progress = Progress(int(state["step"]), int(state["sequences_seen"]))
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -119,8 +113,8 @@ class _Slice:
 def _slices(parameter: nn.Parameter, optimizer: Any, step: int | None = None) -> list[_Slice] | None:
     """This rank's slices of value and moments in ZeRO's flat float32 partitions; None where a parameter is whole.
 
-    DeepSpeed has functions for it, but they fail for the second parameter group (0.19.8): it links the moments of all
-    groups after the first group's step. ``step`` makes the moments of a fresh optimizer exist.
+    DeepSpeed's own functions fail for the second parameter group (0.19.8): it links the moments of all groups after the
+    first group's step. ``step`` makes the moments of a fresh optimizer exist.
     """
     if not hasattr(parameter, "_hp_mapping"):
         return None
@@ -150,11 +144,9 @@ def _read_state(place: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         seal = state.pop("seal")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: damaged ({error!r}); delete {place} to resume from the checkpoint before"
-        ) from error
+        raise CheckpointError(f"{path}: damaged ({error!r}); delete {place}, then resume") from error
     if seal != _seal(state):
-        raise CheckpointError(f"{path}: was altered; delete {place} to resume from the checkpoint before")
+        raise CheckpointError(f"{path}: was altered; delete {place}, then resume")
     return state
 
 
@@ -162,10 +154,7 @@ def _read_tensors(place: Path, name: str, state: dict[str, Any]) -> dict[str, Te
     path, expected = place / name, state["sha256"][name]
     found = file_sha256(path) if path.is_file() else "no file"
     if found != expected:
-        raise CheckpointError(
-            f"{path}: damaged; sha256 {expected} expected, {found} found; "
-            f"delete {place} to resume from the checkpoint before"
-        )
+        raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected}; delete {place}, then resume")
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except SafetensorError as error:

@@ -34,8 +34,8 @@ class PooledMetrics:
     def row(self, step: int, rate: float) -> Row:
         """Pool over steps and ranks and start anew; every rank calls it and gets the same row.
 
-        ``step`` counts the steps done. Besides the metrics, which are left out where nothing was counted, a row holds
-        the learning rate, ``acceptance_length`` (estimated, with the bonus token) and ``tokens_per_second``.
+        Besides the metrics, which are left out where nothing was counted, a row holds the steps done, the learning
+        rate, ``acceptance_length`` (estimated, with the bonus token) and ``tokens_per_second``.
         """
         names = sorted(self._sums)
         totals_M2 = sum_over_ranks(torch.stack([torch.stack(self._sums[name]) for name in names])).tolist()
@@ -66,7 +66,6 @@ def append_row(folder: Path, row: Row) -> None:
 
 def drop_rows_after(folder: Path, step: int) -> None:
     """Forget the rows behind a checkpoint's step, and a last line that a crash cut short, before a run resumes.
-
     Raises: CheckpointError naming a line before the last that is no row.
     """
     path = folder / METRICS

@@ -19,8 +19,8 @@ EPSILON = 1e-6
 class Agreement(NamedTuple):
     """What the terms need of the two distributions of every slot; all [B, A, K], float32 or better.
 
-    draft_logprobs_BAK and teacher_logprobs_BAK belong to the label; divergence_BAK is KL(teacher || draft);
-    acceptance_BAK is sum_v min(p, q) = 1 - total variation. Gradients flow through all but the teacher's.
+    The log-probabilities are the label's; divergence_BAK is KL(teacher || draft); acceptance_BAK, one minus the total
+    variation, is sum_v min(p, q). Gradients flow through all but the teacher's.
     """
 
     draft_logprobs_BAK: Tensor
@@ -31,7 +31,6 @@ class Agreement(NamedTuple):
 
 def compare(draft_logits_BAKV: Tensor, teacher_logits_BAKV: Tensor, label_ids_BAK: Tensor) -> Agreement:
     """Compare draft and teacher slot by slot at temperature 1. Nothing else here touches the vocabulary.
-
     Shapes: both logits float32 or float64; label_ids_BAK int64. The teacher gets no gradient.
     """
     inputs = (draft_logits_BAKV, teacher_logits_BAKV.detach(), label_ids_BAK[..., None])
@@ -74,8 +73,7 @@ class _Comparison(torch.autograd.Function):
 
 def teacher_logits(last_hidden_BTD: Tensor, anchors_BA: Tensor, block_size: int, head_VD: Tensor) -> Tensor:
     """The target's logits for every slot: its head on the last hidden state at p + j, which predicts p + j + 1.
-
-    Shapes: last_hidden_BTD after the final norm, anchors_BA int64, head_VD. Returns: [B, A, K, V], float32 or better.
+    Returns: [B, A, K, V], float32 or better.
     """
     hidden_BAKD = gather_positions(last_hidden_BTD, slot_positions(anchors_BA, block_size))
     logits_BAKV = F.linear(hidden_BAKD.to(head_VD.dtype), head_VD)
@@ -89,12 +87,10 @@ def slot_weights(valid_BAK: Tensor, decay_positions: float) -> Tensor:
 
 
 def denominators(targets: BlockTargets, decay_positions: float) -> Tensor:
-    """Sum of slot weights and number of blocks with a valid slot, known before any forward pass.
+    """Sum of slot weights and number of blocks with a valid slot, float64 [2], known before any forward pass.
 
-    The caller sums them over ranks and over the accumulation window and hands the sum to ``objective``: the sum of the
-    losses of all ranks and micro-steps is then the loss of the pooled batch, however it was cut.
-
-    Returns: float64 [2].
+    The caller hands their sum over ranks and accumulation window to ``objective``: the sum of the losses of all ranks
+    and micro-steps is then the loss of the pooled batch, however it was cut.
     """
     weight = slot_weights(targets.valid_BAK, decay_positions).sum()
     return torch.stack([weight, targets.valid_BAK[..., 0].sum().double()])
@@ -117,7 +113,6 @@ def total_variation(agreement: Agreement, weights_BAK: Tensor) -> Tensor:
 
 def confidence_bce(agreement: Agreement, confidence_logits_BAK: Tensor, weights_BAK: Tensor) -> Tensor:
     """Weighted sum of the binary cross-entropy of the confidence against the detached acceptance.
-
     Gradients reach the backbone through the confidence logits, as in DeepSpec.
     """
     label_BAK = agreement.acceptance_BAK.detach().clamp(0, 1)
@@ -127,7 +122,6 @@ def confidence_bce(agreement: Agreement, confidence_logits_BAK: Tensor, weights_
 
 def expected_acceptance_teacher_forced(agreement: Agreement, valid_BAK: Tensor) -> Tensor:
     """Sum over blocks of E_tf = sum_k prod_{i<=k} alpha_i, accepted drafts without the bonus token.
-
     It replaces the acceptance of the sampled path by its mean slot by slot; the error has no fixed sign.
     Source: DeepSpec, tau_probabilistic - 1 (specs/dspark.md 5.1).
     """
@@ -136,7 +130,6 @@ def expected_acceptance_teacher_forced(agreement: Agreement, valid_BAK: Tensor) 
 
 def expected_acceptance_ratio(agreement: Agreement, valid_BAK: Tensor) -> Tensor:
     """Sum over blocks of E_ratio = sum_k prod_{i<k} min(1, q_i(y_i) / p_i(y_i)) * alpha_k, y the text itself.
-
     On text sampled from the target at temperature 1 without truncation its mean is the number of drafts that
     speculative decoding accepts, and its gradient is unbiased, through the ratios too. Source: specs/dspark.md 5.1.
     """
@@ -156,10 +149,9 @@ def objective(
 
     Every slot term is sum(weight * term) / (pooled[0] + 1e-6). The acceptance term is the sum over blocks with a valid
     slot of 1 - E / block_size, divided by pooled[1]; E counts valid slots only and block_size is the full width, so a
-    block cut short scores low but its gradient weighs like any other block's.
-
-    Shapes: teacher_logits_BAKV from ``teacher_logits``; pooled float64 [2], ``denominators`` summed over ranks and
-    window. acceptance_weight is section.acceptance_length after its warm-up; it may be 0.
+    block cut short scores low but its gradient weighs like any other's.
+    Shapes: pooled float64 [2], ``denominators`` summed over ranks and window. acceptance_weight is
+    section.acceptance_length after its warm-up; it may be 0.
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
     agreement = compare(output.logits_BAKV, teacher_logits_BAKV, targets.label_ids_BAK)
@@ -195,8 +187,8 @@ def slot_metrics(
 ) -> Metrics:
     """Figures over valid slots, as (numerator, denominator) pairs.
 
-    ``conditional_acceptance_k`` is the plain mean acceptance of slot k given that the slots before it were accepted.
-    ``confidence_bias`` and ``confidence_abs_error`` are the weighted mean and mean size of confidence - acceptance,
+    ``conditional_acceptance_k``: mean acceptance of slot k given that the slots before it were accepted.
+    ``confidence_bias`` and ``confidence_abs_error``: weighted mean and mean size of confidence - acceptance;
     ``confidence_cumprod_bias`` compares the products of both over the slots so far. Source: DeepSpec's training log.
     """
     acceptance_BAK = agreement.acceptance_BAK

@@ -21,7 +21,6 @@ def adamw(draft: nn.Module, section: TrainSection) -> torch.optim.AdamW:
 
 def learning_rate(step: int, section: TrainSection) -> float:
     """The rate of step 0..steps-1: linear warm-up to ``learning_rate``, then a cosine towards the minimum ratio of it.
-
     Source: Loshchilov and Hutter 2017 (arXiv 1608.03983), equation 5 without restarts.
     """
     warmup_steps = math.ceil(section.warmup_ratio * section.steps)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dspark.config import RunConfig, load_run, save_run
 from dspark.errors import ConfigError
-from dspark.files import file_sha256, partial_of, put_in_place, write_whole
+from dspark.files import file_sha256, write_whole
 from dspark.provenance import describe_launch
 from dspark.train.checkpoint import checkpoints
 
@@ -18,7 +18,6 @@ SAME_WHEN_RESUMED = ("seed", "draft", "objective")
 
 def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -> None:
     """Refuse to train into a folder that holds another run. Reads only; every process may call it.
-
     Raises: ConfigError when the folder holds a run and ``is_resumed`` is false, or the run to resume has another seed,
     draft, objective or record. Steps, learning rate and the like may change; the folder's run.yaml then follows.
     """
@@ -30,9 +29,7 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
             raise ConfigError(f"{folder}: not empty and holds no run; choose another train.folder")
         return
     if not is_resumed:
-        raise ConfigError(
-            f"{folder}: holds a run already; pass --resume to go on with it, or choose another train.folder"
-        )
+        raise ConfigError(f"{folder}: holds a run already; pass --resume to go on, or choose another train.folder")
     for place in checkpoints(folder / "checkpoints")[-1:]:
         if int(place.name.removeprefix("step-")) > run.train.steps:
             raise ConfigError(f"{place}: has done more than train.steps {run.train.steps}; raise train.steps to go on")
@@ -41,10 +38,7 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
     pairs[RECORD] = (_recorded(folder / PROVENANCE), launch[RECORD])
     for name, (there, here) in pairs.items():
         if there != here:
-            raise ConfigError(
-                f"{path}: {name} is {there} there and {here} now; a resumed run keeps it, "
-                f"so choose another train.folder for a new run"
-            )
+            raise ConfigError(f"{path}: {name} is {there} there and {here} now; choose another train.folder")
 
 
 def _recorded(path: Path) -> str:
@@ -52,9 +46,7 @@ def _recorded(path: Path) -> str:
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))[-1][RECORD])
     except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: expected a list of launches with {RECORD} ({error!r}); restore it, or choose another train.folder"
-        ) from error
+        raise ConfigError(f"{path}: expected a list of launches ({error!r}); choose another train.folder") from error
 
 
 def write_run_folder(run: RunConfig, launch: dict[str, Any]) -> None:
@@ -64,8 +56,7 @@ def write_run_folder(run: RunConfig, launch: dict[str, Any]) -> None:
     path = folder / PROVENANCE
     launches = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     write_whole(path, json.dumps([*launches, launch], indent=2) + "\n")
-    save_run(run, partial_of(folder / RUN))
-    put_in_place(partial_of(folder / RUN), folder / RUN)
+    save_run(run, folder / RUN)
 
 
 def describe_training(command: Sequence[str], manifest: Path, processes: str) -> dict[str, Any]:

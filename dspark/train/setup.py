@@ -16,26 +16,18 @@ SMALLEST_MASK_ROW = 1e-2
 
 
 def check_record(manifest: Manifest, draft: DraftConfig, target_fingerprint: str) -> None:
-    """Refuse a record of another target, or with other taps than the draft reads.
-
-    Raises: RecordError naming what the record holds and what the run wants.
-    """
+    """Refuse a record of another target, or with other taps than the draft reads. Raises: RecordError naming both."""
     if manifest.target_fingerprint != target_fingerprint:
-        raise RecordError(
-            f"the record was made from {manifest.target} with fingerprint {manifest.target_fingerprint}, "
-            f"the run's target has {target_fingerprint}; record again or mend target.path"
-        )
+        made = f"{manifest.target} with fingerprint {manifest.target_fingerprint}"
+        raise RecordError(f"the record was made from {made}, the run's target has {target_fingerprint}; record again")
     for name in ("target_layer_ids", "hidden_size", "vocab_size"):
         recorded, wanted = getattr(manifest, name), getattr(draft, name)
         if recorded != wanted:
-            raise RecordError(
-                f"the record holds {name} {recorded}, the run's draft.{name} is {wanted}; record again or mend it"
-            )
+            raise RecordError(f"the record holds {name} {recorded}, the run's draft.{name} is {wanted}; record again")
 
 
 def bias_note(manifest: Manifest, objective: ObjectiveSection) -> str:
     """A sentence when the record's text makes the ratio form of the acceptance length biased; else empty.
-
     It is unbiased on text that the target itself drew at temperature 1 without truncation (specs/dspark.md 5.1).
     """
     is_exact = manifest.answers == "target" and manifest.temperature == 1.0
@@ -46,17 +38,14 @@ def bias_note(manifest: Manifest, objective: ObjectiveSection) -> str:
 
 
 def check_mask_row(embedding_VD: Tensor, draft: DraftConfig) -> None:
-    """Refuse a mask token whose embedding is (nearly) zero: such slots would start out all alike.
-
-    Rows that no text ever used can be driven to zero by the target's weight decay. Raises: ConfigError.
+    """Refuse a mask token whose embedding is (nearly) zero: such slots would start out all alike. Raises: ConfigError.
+    Rows that no text ever used can be driven to zero by the target's weight decay.
     """
     norms_V = embedding_VD.float().norm(dim=1)
     row, median = float(norms_V[draft.mask_token_id]), float(norms_V.median())
     if row < SMALLEST_MASK_ROW * median:
-        raise ConfigError(
-            f"draft.mask_token_id {draft.mask_token_id}: its embedding has norm {row:.2e}, the median {median:.2e}; "
-            f"choose a special token that the target was trained with and that text does not hold"
-        )
+        mask, found = draft.mask_token_id, f"its embedding has norm {row:.2e}, the median {median:.2e}"
+        raise ConfigError(f"draft.mask_token_id {mask}: {found}; choose a trained special token that no text holds")
 
 
 def fresh_draft(config: DraftConfig, seed: int) -> DraftModel:
@@ -67,16 +56,14 @@ def fresh_draft(config: DraftConfig, seed: int) -> DraftModel:
 
 
 def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Learner:
-    """Hand the draft, with the target's tables bound, and its optimizer to accelerate: devices, precision, processes.
-
+    """Hand the draft, bound to the target's tables, and its optimizer to accelerate: devices, precision, processes.
     Raises: ConfigError when the draft's architecture is not the run's.
     """
     differing = [name for name, value in draft.config if value != getattr(run.draft, name)]
     if differing:
-        raise ConfigError(
-            f"train.init_from {run.train.init_from}: {differing[0]} is {getattr(draft.config, differing[0])} there "
-            f"and {getattr(run.draft, differing[0])} in the run"
-        )
+        name, source = differing[0], f"train.init_from {run.train.init_from}"
+        there, here = getattr(draft.config, name), getattr(run.draft, name)
+        raise ConfigError(f"{source}: {name} is {there} there and {here} in the run")
     draft.train().requires_grad_(True)
     wrapped, optimizer = accelerator.prepare(draft, adamw(draft, run.train))
     return Learner(accelerator, draft, wrapped, optimizer, run)

@@ -39,9 +39,8 @@ class Learner:
 def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     """Take step ``step`` on this process's micro-batches; every process calls it with its own.
 
-    Losses are summed over processes and micro-steps and divided by denominators pooled over all of them beforehand,
-    so the gradient does not depend on how the sequences were split.
-
+    Losses are summed over processes and micro-steps and divided by denominators pooled over all of them beforehand, so
+    the gradient does not depend on how the sequences were split.
     Returns: this process's (numerator, denominator) pairs, detached, to be summed before dividing.
     Raises: TrainingError on every process when a loss or gradient is not finite; the optimizer has not moved then.
     """
@@ -54,7 +53,10 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
         is_last = place == len(window) - 1
         with _gradient_exchange(learner, is_last):
             loss, found = _loss(learner, batch.to(device), target, pooled, step)
-            _backward(learner, loss * world_size())
+            if learner.engine:
+                learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
+            else:
+                torch.autograd.backward(loss * world_size())
         losses.append(loss.detach())
         metrics.append(found | {"tokens": (batch.lengths_B.sum(), torch.ones(()))})
     _refuse_non_finite_losses(torch.stack(losses), window, step)
@@ -86,13 +88,6 @@ def _gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManage
         return nullcontext()
     exchange: AbstractContextManager[None] = learner.accelerator.no_sync(learner.wrapped)
     return nullcontext() if is_last else exchange
-
-
-def _backward(learner: Learner, loss: Tensor) -> None:
-    if learner.engine:
-        learner.engine.backward(loss, scale_wrt_gas=False)
-    else:
-        torch.autograd.backward(loss)
 
 
 def _move(learner: Learner, window: Sequence[Batch], step: int) -> Tensor:

@@ -6,19 +6,5 @@ from dspark.verifier.sharding import load_mtp, load_weights, random_mtp, random_
 from dspark.verifier.step import Step, StepOutput
 from dspark.verifier.weights import MtpWeights, Precision, Shard, VerifierWeights
 
-__all__ = [
-    "MtpWeights",
-    "Plan",
-    "Precision",
-    "Shard",
-    "Step",
-    "StepOutput",
-    "Verifier",
-    "VerifierCache",
-    "VerifierWeights",
-    "load_mtp",
-    "load_weights",
-    "make_plan",
-    "random_mtp",
-    "random_weights",
-]
+__all__ = ["MtpWeights", "Plan", "Precision", "Shard", "Step", "StepOutput", "Verifier", "VerifierCache"]
+__all__ += ["VerifierWeights", "load_mtp", "load_weights", "make_plan", "random_mtp", "random_weights"]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from dspark.kernels import kda, mla, moe, projection, router
@@ -19,15 +20,15 @@ SHORT_SPLITS, LONG_SPLITS = 66, 44
 class Partial(NamedTuple):
     """A block's output on one rank: K parts a token, and their weights if they are not 1. Ranks add their sums."""
 
-    parts_TKD: torch.Tensor
-    weights_TK: torch.Tensor | None
+    parts_TKD: Tensor
+    weights_TK: Tensor | None
 
 
 class Staged(NamedTuple):
     """What the linear attention layers leave for a commit: their in-projections, raw and prepared (``kda.prepare``)."""
 
-    projected_LTC: torch.Tensor
-    prepared_LTC: torch.Tensor
+    projected_LTC: Tensor
+    prepared_LTC: Tensor
 
 
 class Chain(NamedTuple):
@@ -46,7 +47,6 @@ class Chain(NamedTuple):
 
 def num_splits(num_rows: int) -> int:
     """Into how many parts the latent rows are cut: of a block at least.
-
     At 9 tokens of 8 heads a part is two programs while it has 128 rows at most, which such a program holds, and three
     programs beyond: either fills 132 multiprocessors once.
     """
@@ -54,47 +54,31 @@ def num_splits(num_rows: int) -> int:
     return min(num_blocks, SHORT_SPLITS if num_blocks <= 2 * SHORT_SPLITS else LONG_SPLITS)
 
 
-def linear_attention(x_TD: torch.Tensor, weights: LinearWeights, index: int, staged: Staged, chain: Chain) -> Partial:
+def linear_attention(x_TD: Tensor, weights: LinearWeights, index: int, staged: Staged, chain: Chain) -> Partial:
     """Linear attention layer ``index`` (counting these layers only); fills its part of what is staged."""
     config, buffers = chain.config, chain.buffers
     heads, width = weights.dt_bias_LHE.shape[1:]
     rows = heads * width
     projected_TC, prepared_TC = staged.projected_LTC[index], staged.prepared_LTC[index]
-    chain.run(
-        "KDA in-projection",
-        projection.project_prepared,
-        x_TD,
-        weights.in_LCD[index],
-        buffers.history_LWC[index],
-        weights.conv_LCJ[index],
-        weights.a_log_LH[index],
-        weights.dt_bias_LHE[index],
-        config.kda_lower_bound,
-        buffers.counters,
-        out=(projected_TC, prepared_TC),
-    )
+    inputs = (x_TD, weights.in_LCD[index], buffers.history_LWC[index], weights.conv_LCJ[index])
+    decay = (weights.a_log_LH[index], weights.dt_bias_LHE[index], config.kda_lower_bound)
+    out = (projected_TC, prepared_TC)
+    chain.run("KDA in-projection", projection.project_prepared, *inputs, *decay, buffers.counters, out=out)
     o_THF = chain.run("KDA verify", kda.verify, prepared_TC, buffers.state_LHEF[index], x_TD.dtype)
-    y_TD = chain.run(
-        "KDA norm and o_proj",
-        projection.project_gated,
-        o_THF,
-        weights.norm_LF[index],
-        torch.unflatten(projected_TC[:, 4 * rows : 5 * rows], 1, (heads, width)),
-        weights.out_LDC[index],
-        config.rms_norm_eps,
-        buffers.counters,
-    )
+    gate_THF = torch.unflatten(projected_TC[:, 4 * rows : 5 * rows], 1, (heads, width))
+    gated = (o_THF, weights.norm_LF[index], gate_THF, weights.out_LDC[index], config.rms_norm_eps)
+    y_TD = chain.run("KDA norm and o_proj", projection.project_gated, *gated, buffers.counters)
     return Partial(y_TD[:, None], None)
 
 
-def empty_stage(x_TD: torch.Tensor, weights: LinearWeights) -> Staged:
+def empty_stage(x_TD: Tensor, weights: LinearWeights) -> Staged:
     """Memory for what T tokens stage."""
     num_layers, num_channels, _ = weights.in_LCD.shape
     projected_LTC = x_TD.new_empty(num_layers, len(x_TD), num_channels)
     return Staged(projected_LTC, torch.empty_like(projected_LTC, dtype=weights.dt_bias_LHE.dtype))
 
 
-def latent_attention(x_TD: torch.Tensor, weights: LatentWeights, index: int, chain: Chain) -> Partial:
+def latent_attention(x_TD: Tensor, weights: LatentWeights, index: int, chain: Chain) -> Partial:
     """Latent attention layer ``index`` (counting these layers only); writes T rows behind the committed ones."""
     config, buffers, eps = chain.config, chain.buffers, chain.config.rms_norm_eps
     rows_JC, length_1, counters = buffers.rows_MJC[index], buffers.length_1, buffers.counters
@@ -113,7 +97,7 @@ def latent_attention(x_TD: torch.Tensor, weights: LatentWeights, index: int, cha
 
 
 def feed(
-    x_TD: torch.Tensor, gate: RouterWeights | None, experts: ExpertWeights, given: router.Dispatch | None, chain: Chain
+    x_TD: Tensor, gate: RouterWeights | None, experts: ExpertWeights, given: router.Dispatch | None, chain: Chain
 ) -> Partial:
     """The mixture of experts by ``given`` or else by its router, which always runs; or the dense MLP as one expert."""
     kind, dispatch, weights_TK = "Dense MLP", given, None
@@ -127,9 +111,7 @@ def feed(
     return Partial(parts_TKD, weights_TK)
 
 
-def _low_rank_queries(
-    projected_TC: torch.Tensor, norm_C: torch.Tensor, q_b_CQ: torch.Tensor, eps: float, counters: torch.Tensor
-) -> torch.Tensor:
+def _low_rank_queries(projected_TC: Tensor, norm_C: Tensor, q_b_CQ: Tensor, eps: float, counters: Tensor) -> Tensor:
     """q_a | rest becomes q | rest. Only Ling-3.0-tiny has low-rank queries: no kernel of its own."""
     rank = len(norm_C)
     normed_TC = functional.rms_norm(projected_TC[:, :rank], (rank,), norm_C, eps)

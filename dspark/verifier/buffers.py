@@ -17,10 +17,8 @@ NUM_COUNTERS = 65536
 @dataclass(frozen=True)
 class Buffers:
     """Committed memory of one sequence, and what every pass shares.
-
     Shapes: state_LHEF and history_LWC the linear layers' memory (the W inputs before the next token); rows_MJC the
-    latent layers' rows, of which the first length_1 (int64) count; angles_JE2 cosine and sine of every position;
-    counters int32.
+    latent layers' rows, of which the first length_1 (int64) count; angles_JE2 of every position; counters int32.
     """
 
     state_LHEF: torch.Tensor
@@ -50,27 +48,21 @@ class Buffers:
 def allocate_buffers(
     config: TargetConfig, shard: Shard, capacity_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Buffers:
-    """Empty memory for ``capacity_tokens`` committed tokens; on the meta device only its shapes.
-
-    Raises: ConfigError for room for no token.
-    """
+    """Empty memory for ``capacity_tokens`` committed tokens, on the meta device only shapes. Raises: ConfigError."""
     if capacity_tokens < 1:
         raise ConfigError(f"capacity_tokens must be at least 1, got {capacity_tokens}")
     wide = torch.promote_types(dtype, torch.float32)
     heads, width = shard.part(config.num_attention_heads), config.head_dim
     num_latent = sum(config.is_latent(layer) for layer in range(config.num_hidden_layers))
     num_linear = config.num_hidden_layers - num_latent
-    num_rows = capacity_tokens + MAX_TOKENS
+    num_rows, num_history = capacity_tokens + MAX_TOKENS, config.short_conv_kernel_size - 1
+    row_width = config.kv_lora_rank + config.qk_rope_head_dim
     positions_J = torch.arange(num_rows, device=device)
     angles = rotary_angles(positions_J, config.qk_rope_head_dim, config.rope_theta, wide)
     return Buffers(
         state_LHEF=torch.zeros(num_linear, heads, width, width, dtype=wide, device=device),
-        history_LWC=torch.zeros(
-            num_linear, config.short_conv_kernel_size - 1, 3 * heads * width, dtype=dtype, device=device
-        ),
-        rows_MJC=torch.zeros(
-            num_latent, num_rows, config.kv_lora_rank + config.qk_rope_head_dim, dtype=dtype, device=device
-        ),
+        history_LWC=torch.zeros(num_linear, num_history, 3 * heads * width, dtype=dtype, device=device),
+        rows_MJC=torch.zeros(num_latent, num_rows, row_width, dtype=dtype, device=device),
         length_1=torch.zeros(1, dtype=torch.int64, device=device),
         angles_JE2=torch.stack(angles, -1),
         counters=torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device),

@@ -13,8 +13,8 @@ WARMUPS = 2
 class Captured(Generic[ResultT]):
     """Runs ``function`` again and again on tensors that stay where they are.
 
-    On a GPU every run replays one graph, and the result lies in the same memory each time: read it before the next
-    run. Warming up and capturing run the function; ``changed`` names the tensors whose content that must not alter,
+    On a GPU every run replays one graph, and the result lies in the same memory each time: read it before the next run.
+    Warming up and capturing run the function; ``changed`` names the tensors whose content that must not alter,
     ``generator`` what it draws from if not from the device's own.
     """
 

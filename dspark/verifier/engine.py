@@ -35,11 +35,10 @@ class VerifierCache:
 class Verifier:
     """One rank's engine over one sequence at a time.
 
-    Raises: ConfigError for a GPU before sm_90, room for no token, or tapped layers that are not there.
-
     With all its ``ranks`` it is a whole ``Target`` on each of them, and every rank makes every call, with the same
-    arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does.
-    Memory for ``capacity_tokens`` is allocated here; a longer sequence is refused.
+    arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does. Memory
+    for ``capacity_tokens`` is allocated here; a longer sequence is refused.
+    Raises: ConfigError for a GPU before sm_90, room for no token, or tapped layers that are not there.
     """
 
     def __init__(
@@ -59,6 +58,8 @@ class Verifier:
 
             keep_shared_memory()
         self.weights, self.config, self.is_chained = weights, weights.config, is_chained
+        self.vocab_size, self.hidden_size = self.config.vocab_size, self.config.hidden_size
+        self.num_layers, self.embedding_VD = self.config.num_hidden_layers, weights.embedding_VD
         self.target_layer_ids, self.ranks = target_layer_ids, ranks
         self.buffers = allocate_buffers(weights.config, weights.shard, capacity_tokens, weights.dtype, weights.device)
         self.ids_T = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=weights.device)
@@ -83,32 +84,13 @@ class Verifier:
         device: torch.device | str = "cuda",
         ranks: Ranks = ALONE,
     ) -> Self:
-        """Plan, then read a rank's slices.
-
-        Raises: ConfigError when the memory is missing, before it is allocated; as ``load_weights``.
-        """
+        """Plan, then read a rank's slices. Raises: ConfigError when the memory is missing; as ``load_weights``."""
         _check_device(torch.device(device))
         shard = Shard(ranks.rank, ranks.world_size)
         plan = make_plan(load_target_config(folder), shard, capacity_tokens, dtype, device)
         plan.check(free_bytes(device), str(device))
         weights = load_weights(folder, shard, dtype, device)
         return cls(weights, capacity_tokens, target_layer_ids, ranks=ranks)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def embedding_VD(self) -> torch.Tensor:
-        return self.weights.embedding_VD
 
     @cached_property
     def head_VD(self) -> torch.Tensor:
@@ -117,7 +99,7 @@ class Verifier:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``dspark.types.Target``: every rank's part of the head, gathered. Of a rank alone its own V / world."""
+        """Every rank's part of the head, gathered. Of a rank alone its own V / world."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         rows = [
             projection.project(part_TD, self.weights.head_VD, self.buffers.counters, out_dtype=wide)
@@ -128,11 +110,9 @@ class Verifier:
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[VerifierCache, TargetOutput]:
-        """See ``dspark.types.Target``: one sequence, whose predecessor is forgotten.
-
-        Up to 16 tokens are a window; more are read by ``read_packed``, whose memory differs from that of windows by
-        roundings. Raises: ConfigError for several sequences, an empty one, one that exceeds the capacity, or ids that
-        are none of the target's; then the earlier one is still there.
+        """One sequence, whose predecessor is forgotten: up to 16 tokens as a window, more by ``read_packed``.
+        Raises: ConfigError for several sequences, an empty one, one that exceeds the capacity, or ids that are none of
+        the target's; then the earlier one is still there.
         """
         _check_single(len(ids))
         if ids[0].dim() != 1 or not len(ids[0]):
@@ -158,8 +138,7 @@ class Verifier:
 
     @torch.no_grad()
     def verify(self, ids_BT: torch.Tensor, cache: VerifierCache) -> TargetOutput:
-        """See ``dspark.types.Target``. Raises: ConfigError for more than 16 tokens, past the capacity, or wrong ids.
-
+        """Raises: ConfigError for more than 16 tokens, past the capacity, or wrong ids.
         Ids that lie on a GPU are taken as they are: looking at them would wait for it.
         """
         self.check_held(cache)
@@ -176,7 +155,6 @@ class Verifier:
 
     @torch.no_grad()
     def commit(self, cache: VerifierCache, counts_B: torch.Tensor) -> None:
-        """See ``dspark.types.Target``."""
         self.check_held(cache)
         counts, num_staged = counts_B.tolist(), 0 if self._staged is None else len(self._staged.hidden_TD)
         if len(counts) != 1 or not isinstance(counts[0], int) or not 0 <= counts[0] <= num_staged:
@@ -218,13 +196,10 @@ class Verifier:
         self._check_capacity(self.most_tokens, num_tokens)
         self.ranks.begin_step()
 
-    def _check_capacity(self, held_tokens: int, num_tokens: int) -> None:
+    def _check_capacity(self, held: int, more: int) -> None:
         capacity = self.buffers.capacity_tokens
-        if held_tokens + num_tokens > capacity:
-            raise ConfigError(
-                f"the verifier has room for {capacity} tokens and holds {held_tokens}: {num_tokens} more do not fit; "
-                f"give it a larger capacity"
-            )
+        if held + more > capacity:
+            raise ConfigError(f"the verifier has room for {capacity} tokens and holds {held}: {more} more do not fit")
 
     def check_held(self, cache: VerifierCache) -> None:
         """Raises: ValueError unless this is the sequence of the last prefill."""
@@ -236,10 +211,8 @@ def _check_device(device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("the verifier was asked onto a GPU, and torch finds none on this machine; use device cpu")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) not in {(9, 0), (10, 0), (10, 3)}:
-        raise ConfigError(
-            "the verifier's kernels need compute capability 9.0 or 10.0 and its shared memory, found "
-            f"{torch.cuda.get_device_name(device)}"
-        )
+        found = torch.cuda.get_device_name(device)
+        raise ConfigError(f"the kernels need compute capability 9.0 or 10.0 and its shared memory, found {found}")
 
 
 def _check_single(num_sequences: int) -> None:

@@ -1,7 +1,7 @@
 """How many bytes a rank needs, known before anything is allocated."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -29,7 +29,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.state_bytes + self.cache_bytes + self.scratch_bytes
+        return sum(astuple(self))
 
     def check(self, free_bytes: int, place: str) -> None:
         """Raises: ConfigError when the rank does not fit in ``free_bytes``."""
@@ -42,12 +42,7 @@ class Plan:
 
     def parts(self) -> dict[str, int]:
         """The bytes by name."""
-        return {
-            "weights": self.weight_bytes,
-            "states": self.state_bytes,
-            "latent cache": self.cache_bytes,
-            "scratch": self.scratch_bytes,
-        }
+        return dict(zip(("weights", "states", "latent cache", "scratch"), astuple(self), strict=True))
 
 
 def make_plan(
@@ -59,7 +54,6 @@ def make_plan(
     has_mtp: bool = False,
 ) -> Plan:
     """The plan of one rank with room for ``capacity_tokens``, and its prediction layer; allocates nothing.
-
     Raises: ConfigError as ``Shard`` and ``allocate_buffers``.
     """
     weights = allocate(config, shard, dtype, "meta")

@@ -29,10 +29,8 @@ WeightsT = TypeVar("WeightsT", VerifierWeights, MtpWeights)
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor's slice and the memory that it fills.
-
-    ``place`` is a view into the rank's weights. ``is_whole`` holds for a tensor of which this rank takes every row
-    although the shape table splits it. ``select`` takes a part of the slice (keys or values of kv_b).
+    """A checkpoint tensor's slice and the memory that it fills, a view into the rank's weights. ``is_whole``: the rank
+    takes all although the shape table splits it. ``select`` takes a part of the slice (keys or values of kv_b).
     """
 
     name: str
@@ -70,7 +68,6 @@ def load_weights(
     folder: Path | str, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu"
 ) -> VerifierWeights:
     """Read a rank's slices, one checkpoint tensor after the other, from a Hugging Face folder.
-
     Raises: ConfigError and CheckpointError as the folder deserves, before anything is allocated.
     """
     return _load(folder, lambda config: allocate(config, shard, dtype, device), pieces)
@@ -88,8 +85,8 @@ def random_weights(
     """Weights drawn on the device, for measuring without a checkpoint; each rank draws its own.
 
     Matrices are normal with deviation 1/sqrt(whole fan-in), so activations stay near 1; those that write to the
-    residual stream are smaller by sqrt(2 layers), so that the stream keeps near a token's own embedding (deviation 1)
-    and different tokens choose experts almost independently. Decay rates as in ``LingModel.initialise``.
+    residual stream are smaller by sqrt(2 layers), so that the stream keeps near a token's own embedding and different
+    tokens choose experts almost independently. Decay rates as in ``LingModel.initialise``.
     """
     weights = allocate(config, shard, dtype, device)
     generator, ends = _draw(weights, seed)

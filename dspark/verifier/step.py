@@ -18,7 +18,6 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 
 class StepOutput(NamedTuple):
     """What a step committed: the first count_1 ids of its window (all int64, on the device), and the id after them.
-
     Shapes: taps_TLD and hidden_TD of the whole window; rows from count_1 on belong to refused tokens.
     """
 
@@ -63,10 +62,8 @@ class Resident(ABC, Generic[OutputT]):
 
 
 class Step(Resident[StepOutput]):
-    """Greedy verification of windows of T tokens.
-
-    Before a step ``ids_T`` holds the last committed choice, then T-1 drafted tokens; after it ids_T[0] is the next
-    choice.
+    """Greedy verification of windows of T tokens. Before a step ``ids_T`` holds the last committed choice, then T-1
+    drafted tokens; after it ids_T[0] is the next choice.
     """
 
     @property
@@ -75,7 +72,6 @@ class Step(Resident[StepOutput]):
 
     @torch.no_grad()
     def take(self, call: Caller = call) -> StepOutput:
-        """The step itself, kernel by kernel."""
         window = self.verifier.read(self.num_tokens, call)
         count_1, next_id_1 = choose_greedily(self.verifier, window.hidden_TD, call)
         self.commit(window, count_1, next_id_1, call)

@@ -13,6 +13,8 @@ import torch
 from dspark.errors import ConfigError
 from dspark.target.config import TargetConfig
 
+DIVIDED = ("num_attention_heads", "vocab_size", "intermediate_size", "moe_intermediate_size")
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -27,26 +29,17 @@ class Shard:
 
     def check(self, config: TargetConfig) -> None:
         """Raises: ConfigError when the ranks do not divide the target, or its shared expert is not like the others."""
-        sizes = {
-            "num_attention_heads": config.num_attention_heads,
-            "vocab_size": config.vocab_size,
-            "intermediate_size": config.intermediate_size,
-            "moe_intermediate_size": config.moe_intermediate_size,
-        }
-        wrong = [f"{name} {size}" for name, size in sizes.items() if size % self.world_size]
+        wrong = [f"{name} {getattr(config, name)}" for name in DIVIDED if getattr(config, name) % self.world_size]
         if wrong:
             raise ConfigError(f"{self.world_size} ranks do not divide {', '.join(wrong)}; use fewer ranks")
-        if config.shared_intermediate_size != config.moe_intermediate_size:
-            raise ConfigError(
-                f"the verifier runs the shared expert as one more expert, so its width must be moe_intermediate_size "
-                f"{config.moe_intermediate_size}, got {config.shared_intermediate_size}"
-            )
+        shared, inner = config.shared_intermediate_size, config.moe_intermediate_size
+        if shared != inner:  # it runs as one more expert
+            raise ConfigError(f"the verifier's shared expert must be moe_intermediate_size {inner}, got {shared}")
 
 
 @dataclass(frozen=True)
 class Precision:
     """What weights are kept in: the ``working`` dtype; of router gates ("router") and "head" those named in float32.
-
     Raises: ConfigError for another name.
     """
 
@@ -159,7 +152,6 @@ class VerifierWeights:
 @dataclass(frozen=True)
 class MtpWeights:
     """What one rank holds of the target's multi-token prediction layer; embedding and head are the verifier's.
-
     eh_DC, the embedding's half first, is whole on every rank, as in vLLM and SGLang: its part alone would save a rank
     of four 20 MB of reading, which takes no longer than the sum over ranks that it would need.
     """
@@ -178,24 +170,17 @@ class MtpWeights:
 
 
 def allocate(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> VerifierWeights:
-    """Undefined memory for a rank's weights; on the meta device only their shapes.
-
-    Raises: ConfigError as ``Shard.check``.
-    """
+    """Undefined memory for a rank's weights; on the meta device only shapes. Raises: ConfigError as ``Shard.check``."""
     shard.check(config)
     precision = precision_of(dtype)
     factory: dict[str, Any] = {"dtype": precision.working, "device": device}
     width, gate = config.hidden_size, precision.of("router")
     linear_layers = [layer for layer in range(config.num_hidden_layers) if not config.is_latent(layer)]
-    return VerifierWeights(
-        config=config,
-        shard=shard,
-        embedding_VD=torch.empty(config.vocab_size, width, **factory),
-        linear=_linear(config, shard, len(linear_layers), factory) if linear_layers else None,
-        layers=tuple(_layer(config, shard, layer, factory, gate) for layer in range(config.num_hidden_layers)),
-        norm_D=torch.empty(width, **factory),
-        head_VD=torch.empty(shard.part(config.vocab_size), width, dtype=precision.of("head"), device=device),
-    )
+    embedding_VD, norm_D = torch.empty(config.vocab_size, width, **factory), torch.empty(width, **factory)
+    linear = _linear(config, shard, len(linear_layers), factory) if linear_layers else None
+    layers = tuple(_layer(config, shard, layer, factory, gate) for layer in range(config.num_hidden_layers))
+    head_VD = torch.empty(shard.part(config.vocab_size), width, dtype=precision.of("head"), device=device)
+    return VerifierWeights(config, shard, embedding_VD, linear, layers, norm_D, head_VD)
 
 
 def allocate_mtp(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> MtpWeights:
@@ -206,15 +191,9 @@ def allocate_mtp(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torc
     precision = precision_of(dtype)
     factory: dict[str, Any] = {"dtype": precision.working, "device": device}
     width = config.hidden_size
-    return MtpWeights(
-        config=config,
-        shard=shard,
-        enorm_D=torch.empty(width, **factory),
-        hnorm_D=torch.empty(width, **factory),
-        eh_DC=torch.empty(width, 2 * width, **factory),
-        layer=_layer(config, shard, config.num_hidden_layers, factory, precision.of("router")),
-        norm_D=torch.empty(width, **factory),
-    )
+    enorm_D, hnorm_D, norm_D = (torch.empty(width, **factory) for _ in range(3))
+    layer = _layer(config, shard, config.num_hidden_layers, factory, precision.of("router"))
+    return MtpWeights(config, shard, enorm_D, hnorm_D, torch.empty(width, 2 * width, **factory), layer, norm_D)
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -264,15 +243,13 @@ def _layer(config: TargetConfig, shard: Shard, layer: int, factory: dict[str, An
     num_experts = config.num_experts if is_moe else 0
     wide = factory | {"dtype": torch.float32}
     gate_XD = torch.empty(num_experts, width, **factory | {"dtype": gate})
+    gate_up_XCD = torch.empty(num_experts + 1, 2 * inner, width, **factory)
+    down_XDI = torch.empty(num_experts + 1, width, inner, **factory)
     router = RouterWeights(gate_XD, torch.empty(num_experts, **wide))
     return LayerWeights(
         input_norm_D=torch.empty(width, **factory),
         latent=_latent(config, shard, factory) if config.is_latent(layer) else None,
         post_norm_D=torch.empty(width, **factory),
         router=router if is_moe else None,
-        experts=ExpertWeights(
-            gate_up_XCD=torch.empty(num_experts + 1, 2 * inner, width, **factory),
-            down_XDI=torch.empty(num_experts + 1, width, inner, **factory),
-            limits_X=torch.empty(num_experts + 1, **wide),
-        ),
+        experts=ExpertWeights(gate_up_XCD, down_XDI, torch.empty(num_experts + 1, **wide)),
     )

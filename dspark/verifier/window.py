@@ -11,10 +11,8 @@ from dspark.verifier.weights import VerifierWeights
 
 
 class Window(NamedTuple):
-    """What a pass says about T tokens, and what a commit of them needs.
-
-    Shapes: taps_TLD the outputs of the tapped layers; hidden_TD after the final norm; ``staged`` is None where
-    there are no linear attention layers.
+    """What a pass says about T tokens, and what a commit of them needs (None without linear attention layers).
+    Shapes: taps_TLD the outputs of the tapped layers; hidden_TD after the final norm.
     """
 
     taps_TLD: torch.Tensor

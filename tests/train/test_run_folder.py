@@ -29,13 +29,13 @@ def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
             check_run_folder(run, LAUNCH, is_resumed)
 
 
-@pytest.mark.parametrize("failing", ["write_whole", "save_run", "put_in_place"])
+@pytest.mark.parametrize("failing", ["train.run_folder.write_whole", "train.run_folder.save_run", "config.write_whole"])
 def test_a_launch_killed_at_its_first_writes_may_be_launched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     run = make_run(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(f"dspark.train.run_folder.{failing}", lambda *_: 1 / 0)
+        patch.setattr(f"dspark.{failing}", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_run_folder(run, LAUNCH)
     for is_resumed in (False, True):

@@ -41,7 +41,6 @@ def mtp_prefix(config: TargetConfig) -> str:
 
 def tensor_shapes(config: TargetConfig) -> dict[str, TensorSpec]:
     """Every tensor that the model's checkpoint must hold, in the order of the network, the MTP layer last.
-
     Source: specs/ling-3.0.md sections 2 and 10, checked there against the published totals of flash and tiny.
     """
     table = TensorSpec((config.vocab_size, config.hidden_size), shard_dim=0)
@@ -60,7 +59,6 @@ def tensor_shapes(config: TargetConfig) -> dict[str, TensorSpec]:
 
 def parameter_counts(config: TargetConfig, world_size: int = 1) -> ParameterCounts:
     """Tensors, parameters and bytes per rank when ``world_size`` ranks share the model; nothing is allocated.
-
     Raises: ValueError when the ranks do not divide the attention heads, the vocabulary or a feed-forward width.
     """
     specs = tensor_shapes(config)

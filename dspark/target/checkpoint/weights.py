@@ -1,6 +1,7 @@
 """A model folder's safetensors files: checked by name, read lazily, written whole."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,15 @@ from dspark.target.checkpoint.shapes import TensorSpec
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
+_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
 class Checkpoint:
-    """The tensors of a model folder. Only headers are read until a tensor is asked for.
+    """The tensors of a model folder, safetensors files only. Only headers are read until a tensor is asked for.
 
-    ``names`` leaves out what the vendor's own loaders skip: ``rotary_emb.inv_freq`` and ``model.mtp*``
-    (specs/ling-3.0.md 2.7). Only safetensors files are read.
-
+    ``names`` leaves out what the vendor's own loaders skip (specs/ling-3.0.md 2.7).
     Raises: CheckpointError naming the file when there is none, when one is truncated or damaged (also the first tensor
-    that is cut off, or else that the index places there), when the index names a file outside the folder, or a tensor
-    that its file does not hold.
+    that is cut off, or that the index places there), or when the index leads out of the folder or is wrong.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -45,20 +38,16 @@ class Checkpoint:
             self._file_of = {name: file for file, names in held.items() for name in sorted(names)}
         for name, file in self._file_of.items():
             if name not in held[file]:
-                raise CheckpointError(
-                    f"{self.folder / INDEX_FILE}: places {name} in {file.name}, which does not hold it"
-                )
+                index = self.folder / INDEX_FILE
+                raise CheckpointError(f"{index}: places {name} in {file.name}, which does not hold it")
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every tensor that a loader has to place."""
-        return tuple(
-            name for name in self._file_of if "rotary_emb.inv_freq" not in name and not name.startswith("model.mtp")
-        )
+        return tuple(name for name in self._file_of if not re.match(r"model\.mtp|.*rotary_emb\.inv_freq", name))
 
     def check(self, expected: Mapping[str, TensorSpec]) -> None:
         """Compare names, shapes and dtypes with what the model needs, before a byte of data is read.
-
         Raises: CheckpointError listing the missing, the unexpected and the wrong tensors.
         """
         names = set(self.names)
@@ -76,26 +65,21 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: not the weights that its config.json describes: {shown}")
 
     def get(self, name: str) -> torch.Tensor:
-        """The whole tensor, in the dtype it is stored in.
-
-        Raises: CheckpointError when the folder does not hold it.
-        """
+        """The whole tensor, in the dtype it is stored in. Raises: CheckpointError when the folder does not hold it."""
         self._require(name)
         tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
         return tensor
 
     def get_slice(self, name: str, dim: int, rank: int, world_size: int) -> torch.Tensor:
         """The ``rank``-th of ``world_size`` equal parts along ``dim`` (0 or 1); only these bytes are read for dim 0.
-
         Raises: CheckpointError when the folder does not hold the tensor or the ranks do not divide it.
         """
         self._require(name)
         stored = self._slice(name)
-        size = stored.get_shape()[dim]
+        shape = stored.get_shape()
+        size = shape[dim]
         if size % world_size:
-            raise CheckpointError(
-                f"{name}: dimension {dim} of {stored.get_shape()} does not divide by {world_size} ranks"
-            )
+            raise CheckpointError(f"{name}: dimension {dim} of {shape} does not divide by {world_size} ranks")
         part = slice(rank * size // world_size, (rank + 1) * size // world_size)
         tensor: torch.Tensor = stored[part] if dim == 0 else stored[:, part]
         return tensor.contiguous()
@@ -113,10 +97,8 @@ def save_checkpoint(
 ) -> None:
     """Write (name, tensor) pairs as one safetensors file, or as shards with an index when they exceed a shard.
 
-    Each file is written beside its place, flushed and renamed; the index comes last, so that an interrupted call
-    leaves nothing that ``Checkpoint`` would read. Each shard holds at least one tensor.
-
-    Raises: CheckpointError when the folder already holds weights.
+    Each file is written beside its place, flushed and renamed; the index comes last, so that an interrupted call leaves
+    nothing that ``Checkpoint`` would read. Raises: CheckpointError when the folder already holds weights.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,22 +132,17 @@ def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
     if not index.is_file():
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         found = f"found {', '.join(pickled)}, which could run code when read" if pickled else "found neither"
-        raise CheckpointError(
-            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; {found}. Convert or download the safetensors files"
-        )
+        raise CheckpointError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; {found}. Convert the weights")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         placed = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index}: expected a JSON object with a weight_map of names to files: {error!r}"
-        ) from error
+        raise CheckpointError(f"{index}: expected a JSON object with a weight_map to files: {error!r}") from error
     for file in placed.values():
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index}: names {file!r}; expected safetensors files inside the folder")
-    return {name: folder / file for name, file in placed.items()}, tuple(
-        folder / file for file in sorted(set(placed.values()))
-    )
+    files = tuple(folder / file for file in sorted(set(placed.values())))
+    return {name: folder / file for name, file in placed.items()}, files
 
 
 def _open(file: Path, sought: str) -> Any:

@@ -19,10 +19,8 @@ def accept(
     from max(p - q, 0), normalised, unless its mass is 1e-8 or less, and the one after a window kept whole from p: both
     by inverse CDF with the last uniform. The numbers are those of ``dspark.decode.acceptance`` for the same uniforms,
     which is why torch's own operations do and no kernel of ours; nothing here is waited for.
-
     Shapes: ids_T int64, the anchor and K = T - 1 drafts; logits float32 or better, before temperature; uniforms_T
-    float64 in [0, 1).
-    Source: specs/dspark.md 6 step 4.
+    float64 in [0, 1). Source: specs/dspark.md 6 step 4.
     """
     target_TV = torch.softmax(target_logits_TV * inverse_temperature_1, -1)
     draft_KV = torch.softmax(draft_logits_KV * inverse_temperature_1, -1)

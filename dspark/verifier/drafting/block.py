@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dspark.errors import DraftMismatchError
 from dspark.kernels import MAX_TOKENS, block_attention, markov, projection, residual
@@ -24,7 +25,6 @@ class BlockDrafter:
     Keys and values of all positions lie in one memory. An update writes every row of its window, also those of refused
     tokens: they lie behind the committed rows, and nothing reads a row there before it is written again, since a block
     writes its K rows from the length on and reads none behind them, and the next update begins at the length too.
-
     Raises: DraftMismatchError for a draft of another target, or of blocks that the verifier has no window for.
     """
 
@@ -33,20 +33,14 @@ class BlockDrafter:
         found = (config.vocab_size, config.hidden_size, config.target_layer_ids)
         expected = (verifier.vocab_size, verifier.hidden_size, verifier.target_layer_ids)
         if found != expected:
-            raise DraftMismatchError(
-                f"vocab_size, hidden_size and target_layer_ids of the draft are {found}, of the verifier {expected}; "
-                f"make the verifier of the draft's target and its tapped layers"
-            )
+            names = "vocab_size, hidden_size and target_layer_ids"
+            raise DraftMismatchError(f"{names} of the draft are {found}, of the verifier {expected}; make them equal")
         if not 1 <= num_drafts <= config.block_size < MAX_TOKENS:
-            raise DraftMismatchError(
-                f"a cycle drafts 1 to block_size tokens, which is at most {MAX_TOKENS - 1}; "
-                f"found {num_drafts} of block_size {config.block_size}"
-            )
+            most = f"a cycle drafts 1 to block_size tokens, which is at most {MAX_TOKENS - 1}"
+            raise DraftMismatchError(f"{most}; found {num_drafts} of block_size {config.block_size}")
         if (weights.shard, weights.norm_D.dtype) != (verifier.weights.shard, dtype):
-            raise DraftMismatchError(
-                f"the draft is {weights.norm_D.dtype} of {weights.shard}, the verifier {dtype} of "
-                f"{verifier.weights.shard}; take the draft's part and dtype from the verifier"
-            )
+            ours, theirs = f"{weights.norm_D.dtype} of {weights.shard}", f"{dtype} of {verifier.weights.shard}"
+            raise DraftMismatchError(f"draft: {ours}, verifier: {theirs}; take part and dtype from the verifier")
         self.verifier, self.weights, self.num_drafts = verifier, weights, num_drafts
         self._wide = torch.promote_types(dtype, torch.float32)
         num_rows = verifier.buffers.capacity_tokens + MAX_TOKENS
@@ -61,7 +55,7 @@ class BlockDrafter:
         self._zeros_TD = torch.zeros(MAX_TOKENS, config.hidden_size, dtype=dtype, device=device)
         self._state_1R = torch.zeros(1, config.markov_rank, dtype=dtype, device=device)
 
-    def update(self, window: Window, start_1: torch.Tensor, count_1: torch.Tensor, call: Caller) -> None:
+    def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
         """See ``Drafter``: the tapped layers become keys and values of every layer."""
         verifier, weights, counters = self.verifier, self.weights, self.verifier.buffers.counters
         run = named("Context", call, is_chained=verifier.is_chained)
@@ -76,7 +70,6 @@ class BlockDrafter:
             self._write(layer, layer_rows_TC, start_1, 0, run)
 
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
-        """See ``Drafter``."""
         verifier, run = self.verifier, named("Draft", call, is_chained=self.verifier.is_chained)
         head_VD, counters = verifier.weights.head_VD, verifier.buffers.counters
         call("Draft ids", self._ids_K[:1].copy_, verifier.ids_T[:1])
@@ -92,14 +85,12 @@ class BlockDrafter:
             return Drafts(None, confidence_K)
         return Drafts(gather_logits(verifier, logits_KV, run), confidence_K)
 
-    def _write(
-        self, layer: int, rows_TC: torch.Tensor, start_1: torch.Tensor, num_heads: int, run: Caller
-    ) -> torch.Tensor:
+    def _write(self, layer: int, rows_TC: Tensor, start_1: Tensor, num_heads: int, run: Caller) -> Tensor:
         weights, memory = self.weights.layers[layer], (self.keys_LHJE[layer], self.values_LHJE[layer])
         norms = (weights.q_norm_E, weights.k_norm_E, self.weights.config.rms_norm_eps)
         return run("rows", block_attention.write, rows_TC, *norms, self._angles_JE2, start_1, *memory, num_heads)
 
-    def _read(self, run: Caller) -> torch.Tensor:
+    def _read(self, run: Caller) -> Tensor:
         """The block through all layers and the final norm."""
         verifier, weights, config = self.verifier, self.weights, self.weights.config
         counters, eps, length_1 = verifier.buffers.counters, config.rms_norm_eps, verifier.buffers.length_1
@@ -122,9 +113,7 @@ class BlockDrafter:
             residual_KD, x_KD = run("sum and norm", add_norm, *partial, residual_KD, norms[number + 1], eps)
         return x_KD
 
-    def _choose(
-        self, hidden_KD: torch.Tensor, logits_KV: torch.Tensor, sampler: Sampler | None, run: Caller
-    ) -> list[torch.Tensor]:
+    def _choose(self, hidden_KD: Tensor, logits_KV: Tensor, sampler: Sampler | None, run: Caller) -> list[Tensor]:
         """The slots' ids, each biased by the one before; if they are drawn, the bias is added to logits_KV in place."""
         mix, verifier = self.weights.markov, self.verifier
         first_id, counters = verifier.weights.first_id, verifier.buffers.counters

@@ -7,6 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
 from dspark.kernels import MAX_TOKENS
@@ -20,18 +21,17 @@ from dspark.verifier.window import Window
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy, as in ``dspark.decode``."""
 
-Slot = tuple[torch.Tensor, torch.cuda.Event | None]
+Slot = tuple[Tensor, torch.cuda.Event | None]
 """Memory of the host that a result is copied to without waiting, and what says that it is there."""
 
 
 class CycleOutput(NamedTuple):
     """What a cycle drafted and committed.
-
     result_N is what the host reads, int64: how many tokens of the window were committed, the id after them, then all
     drafts, of which the first count - 1 were accepted.
     """
 
-    result_N: torch.Tensor
+    result_N: Tensor
     drafts: Drafts
 
 
@@ -42,7 +42,6 @@ class Cycle(Resident[CycleOutput]):
     the parts. All state lies on the device: a cycle is enqueued before the result of the one before is known. A
     temperature of 0 is greedy; above, drafts and target are drawn at it, from ``generator`` (of the verifier's device,
     of one seed on all ranks) or the device's own.
-
     Raises: ConfigError for another temperature, or drawing on several ranks without a generator; DraftMismatchError for
     a drafter that was made for another verifier.
     """
@@ -53,9 +52,7 @@ class Cycle(Resident[CycleOutput]):
         if not 0 <= temperature < inf:
             raise ConfigError(f"a temperature is a number from 0 on, got {temperature}")
         if temperature >= GREEDY_TEMPERATURE and generator is None and verifier.ranks.world_size > 1:
-            raise ConfigError(
-                "several ranks draw the same tokens only from generators of one seed: give each of them one"
-            )
+            raise ConfigError("several ranks draw the same tokens only from generators of one seed: give them such")
         if drafter.verifier is not verifier:
             raise DraftMismatchError("this drafter was made for another verifier; make one for this")
         self.drafter, self._sampler, self._cache = drafter, None, VerifierCache(-1)
@@ -69,7 +66,6 @@ class Cycle(Resident[CycleOutput]):
 
     @torch.no_grad()
     def take(self, call: Caller = call) -> CycleOutput:
-        """The cycle itself, kernel by kernel."""
         drafts = self.draft(call)
         window, count_1, next_id_1 = self.verify(drafts, call)
         start_1 = call("Start", self.verifier.buffers.length_1.clone)
@@ -81,7 +77,7 @@ class Cycle(Resident[CycleOutput]):
         """Put drafts behind the anchor."""
         return self.drafter.draft(self._sampler, call)
 
-    def verify(self, drafts: Drafts, call: Caller) -> tuple[Window, torch.Tensor, torch.Tensor]:
+    def verify(self, drafts: Drafts, call: Caller) -> tuple[Window, Tensor, Tensor]:
         """The target's pass over anchor and drafts, and what is kept of them: count_1 and next_id_1."""
         window = self.verifier.read(self.num_tokens, call)
         if self._sampler is None:
@@ -90,12 +86,8 @@ class Cycle(Resident[CycleOutput]):
         logits_TV = call("Head", self.verifier.logits, window.hidden_TD)
         return window, *self._accept(drafts.logits_KV, logits_TV, self._sampler, call)
 
-    def generate(
-        self, prompt_ids_T: torch.Tensor, max_new_tokens: int, stop_ids: Collection[int] = ()
-    ) -> Iterator[int]:
+    def generate(self, prompt_ids_T: Tensor, max_new_tokens: int, stop_ids: Collection[int] = ()) -> Iterator[int]:
         """The text after a prompt (int64, at least one id) up to a stop token, which belongs to it, token by token.
-
-        What a cycle committed beyond the end is left out.
         Raises: ConfigError when prompt, text and two windows exceed the capacity: so no cycle can run out of memory.
         """
         needed = len(prompt_ids_T) + max_new_tokens + 2 * self.num_tokens
@@ -107,9 +99,8 @@ class Cycle(Resident[CycleOutput]):
             if new_id in stop_ids:
                 return
 
-    def rounds(self, prompt_ids_T: torch.Tensor) -> Iterator[list[int]]:
+    def rounds(self, prompt_ids_T: Tensor) -> Iterator[list[int]]:
         """The prefill's new id, then every cycle's new ids, without end; the next cycle is enqueued before each.
-
         Raises: ValueError once another text has taken this one's place.
         """
         self.begin(prompt_ids_T)
@@ -120,9 +111,8 @@ class Cycle(Resident[CycleOutput]):
             yield self.receive()
 
     @torch.no_grad()
-    def begin(self, prompt_ids_T: torch.Tensor) -> None:
+    def begin(self, prompt_ids_T: Tensor) -> None:
         """Prefill both models and choose the first id. An earlier sequence is forgotten.
-
         Raises: ConfigError as ``Verifier.prefill``; CheckpointError where the target's logits are no numbers.
         """
         verifier, num_prompt = self.verifier, len(prompt_ids_T)
@@ -149,7 +139,6 @@ class Cycle(Resident[CycleOutput]):
 
     def enqueue(self) -> None:
         """Start a cycle, after ``begin`` and with at most one result not received.
-
         Raises: ConfigError when the sequence outgrows the memory; ValueError out of turn.
         """
         self.verifier.check_held(self._cache)
@@ -169,7 +158,7 @@ class Cycle(Resident[CycleOutput]):
         self.verifier.most_tokens = self._num_committed + sum(reserved for _, reserved in self._pending)
         return [*drafted[: count - 1], next_id]
 
-    def _send(self, result_N: torch.Tensor, reserved_tokens: int) -> None:
+    def _send(self, result_N: Tensor, reserved_tokens: int) -> None:
         self._slots.rotate()
         tensor, event = self._slots[0]
         tensor.copy_(result_N, non_blocking=True)
@@ -177,10 +166,10 @@ class Cycle(Resident[CycleOutput]):
             event.record()
         self._pending.append((self._slots[0], reserved_tokens))
 
-    def _result(self, count_1: torch.Tensor) -> torch.Tensor:
+    def _result(self, count_1: Tensor) -> Tensor:
         return torch.cat((count_1, self.verifier.ids_T[: self.num_tokens]))
 
-    def _accept(self, draft_KV: torch.Tensor, logits_TV: torch.Tensor, sampler: Sampler, call: Caller) -> Choice:
+    def _accept(self, draft_KV: Tensor, logits_TV: Tensor, sampler: Sampler, call: Caller) -> Choice:
         ids_T = self.verifier.ids_T[: len(logits_TV)]
         uniforms_T = torch.rand(ids_T.shape, dtype=torch.float64, device=ids_T.device, generator=sampler.generator)
         return call("Accept", accept, ids_T, draft_KV, logits_TV, sampler.inverse_temperature_1, uniforms_T)

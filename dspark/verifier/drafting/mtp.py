@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from dspark.errors import DraftMismatchError
@@ -28,7 +29,6 @@ class MtpDrafter:
     hidden_JD holds the rows' hidden states at their positions modulo 32: a window's never take the place of the one
     before it, so a cycle can be run again from the same length. No row behind the committed ones is read before it is
     written again.
-
     Raises: DraftMismatchError for a layer of another target or rank, or more drafts than a window holds.
     Source: specs/ling-3.0.md section 7; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
     """
@@ -47,7 +47,7 @@ class MtpDrafter:
         self._zeros_TD = table_VD.new_zeros(MAX_TOKENS, verifier.hidden_size)
         self._places_T = torch.arange(MAX_TOKENS, device=table_VD.device)
 
-    def update(self, window: Window, start_1: torch.Tensor, count_1: torch.Tensor, call: Caller) -> None:
+    def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
         """See ``Drafter``: the layer over the window, from the target's hidden states."""
         num_tokens = len(window.hidden_TD)
         ids_T = call("Update ids", torch.roll, self.verifier.ids_T[:num_tokens], -1)
@@ -57,7 +57,6 @@ class MtpDrafter:
         call("Update hidden", self.hidden_JD.index_copy_, 0, places_T, hidden_TD)
 
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
-        """See ``Drafter``."""
         verifier, weights, num_drafts = self.verifier, self.verifier.weights, self.num_drafts
         counters, length_1 = verifier.buffers.counters, verifier.buffers.length_1
         run = named("Draft", call, is_chained=verifier.is_chained)
@@ -67,8 +66,8 @@ class MtpDrafter:
         if sampler is not None:
             shape = (num_drafts, verifier.vocab_size)
             noise_KV = gumbel_noise(shape, self._wide, sampler.generator, hidden_1D) / sampler.inverse_temperature_1
-        ids: list[torch.Tensor] = []
-        logits: list[torch.Tensor] = []
+        ids: list[Tensor] = []
+        logits: list[Tensor] = []
         for slot in range(num_drafts):
             if slot:
                 hidden_1D = self._read("Draft", ids[-1], hidden_1D, lengths_T[slot - 1 : slot], call)
@@ -83,9 +82,7 @@ class MtpDrafter:
         call("Draft ids", torch.cat, ids, out=verifier.ids_T[1 : 1 + num_drafts])
         return Drafts(torch.cat(logits) if logits else None, None)
 
-    def _read(
-        self, kind: str, ids_T: torch.Tensor, hidden_TD: torch.Tensor, length_1: torch.Tensor, call: Caller
-    ) -> torch.Tensor:
+    def _read(self, kind: str, ids_T: Tensor, hidden_TD: Tensor, length_1: Tensor, call: Caller) -> Tensor:
         """The layer over T rows from position length_1 on, which follow what it has read before them."""
         verifier, weights, layer = self.verifier, self.weights, self.weights.layer
         plain, run = named(kind, call), named(kind, call, is_chained=verifier.is_chained)
@@ -104,5 +101,5 @@ class MtpDrafter:
         residual_TD, x_TD = run("attention sum and norm", add_norm, *spoken, residual_TD, layer.post_norm_D, eps)
         dense = verifier.dense(len(ids_T)) if layer.router is None else None
         spoken = feed(x_TD, layer.router, layer.experts, dense, chain)
-        last_TD: torch.Tensor = run("MoE sum and norm", add_norm, *spoken, residual_TD, weights.norm_D, eps)[1]
+        last_TD: Tensor = run("MoE sum and norm", add_norm, *spoken, residual_TD, weights.norm_D, eps)[1]
         return last_TD

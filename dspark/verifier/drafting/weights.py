@@ -37,8 +37,8 @@ class DraftWeights:
     """What one rank holds of a draft.
 
     fc is split by columns: the sum over ranks comes with hidden_norm in the exchange that every block ends in, and one
-    rank of four reads 16 MB instead of 66. context_CD has the rows k | v of every layer once more (52 MB there), for
-    one projection of the context instead of five. The Markov head is whole but for W2, the rank's rows.
+    rank of four reads 16 MB instead of 66. context_CD has the rows k | v of every layer once more, for one projection
+    of the context instead of five. The Markov head is whole but for W2, the rank's rows.
     """
 
     config: DraftConfig

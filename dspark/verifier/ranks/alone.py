@@ -7,9 +7,7 @@ from dspark.kernels import residual
 
 class Ranks:
     """The ranks of one engine as one of them sees them: here the only one, or one of several that is measured alone.
-
-    All ranks make the same calls in the same order. Nothing here knows the target's weights: a draft that is split over
-    the ranks uses the same object.
+    All ranks make the same calls in the same order.
     """
 
     rank = 0
@@ -18,7 +16,6 @@ class Ranks:
 
     def reserve(self, width: int) -> None:
         """Make room for sums of this width and wait until all ranks are here, before the first ``add_norm`` of it.
-
         Raises: RankError naming a rank that does not come.
         """
 

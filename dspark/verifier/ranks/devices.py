@@ -22,7 +22,6 @@ class Devices(Processes):
         self._kept: list[object] = []
 
     def reserve(self, width: int) -> None:
-        """See ``Ranks``: the slots of this width."""
         if width not in self._exchanges:
             # Torch would make a multicast object at the rendezvous, which not every machine can bear; we use none.
             os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

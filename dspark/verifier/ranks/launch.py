@@ -28,8 +28,8 @@ def start(
 
     On ``cuda`` a rank takes the GPU of its number, which must see the others' memory. A rank that the others wait for
     longer than ``limit_seconds`` ends them.
-    Raises: RankError with one line: the message of the first rank that failed, or which one ended how. The other
-    ranks are ended too. ConfigError for fewer GPUs than ranks, or another kind of device.
+    Raises: RankError with one line: the message of the first rank that failed, or which one ended how; the others are
+    ended too. ConfigError for fewer GPUs than ranks, or another kind of device.
     """
     if world_size < 1 or device_type not in {"cpu", "cuda"}:
         raise ConfigError(f"ranks are one or more processes on cpu or cuda, got {world_size} on {device_type}")

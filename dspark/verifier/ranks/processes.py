@@ -35,7 +35,6 @@ class Processes(Ranks):
             dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=start)
 
     def reserve(self, width: int) -> None:
-        """See ``Ranks``: sockets need no room."""
         self._gather(torch.zeros(1), START_SECONDS)
 
     def begin_step(self) -> None:
@@ -51,12 +50,10 @@ class Processes(Ranks):
         self, parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float,
         *, is_chained: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See ``Ranks``."""
         partials_RTD = self.gather(partial_sum(parts_TKD, weights_TK))
         return reference.sum_norm(partials_RTD, residual_TD, norm_weight_D, eps)
 
     def gather(self, values: Tensor, *, is_chained: bool = False) -> Tensor:
-        """See ``Ranks``."""
         return self._gather(values, self.limit_seconds)
 
     def lost(self, peer: int, how: str) -> RankError:

@@ -6,6 +6,7 @@ Matrix products are torch's; the linear attention's chunks and the experts are k
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -21,53 +22,35 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 class Rows(NamedTuple):
     """How the rows of a pass lie: their chunks, the cosine and sine of their positions, and the model's config.
-
     ``start`` tokens of the only sequence were read before; 0 for several sequences.
     """
 
     chunks: kda_chunk.Chunks
-    angles: tuple[torch.Tensor, torch.Tensor]
+    angles: tuple[Tensor, Tensor]
     start: int
     config: TargetConfig
 
 
 def linear_attention(
-    x_ND: torch.Tensor,
-    weights: LinearWeights,
-    index: int,
-    rows: Rows,
-    memory: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
+    x_ND: Tensor, weights: LinearWeights, index: int, rows: Rows, memory: tuple[Tensor, Tensor]
+) -> Tensor:
     """Linear attention layer ``index`` (counting these layers only); brings ``memory`` on, in place.
-
     Shapes: memory state_BHEF and history_BWC; the history of several sequences is read but not kept.
     """
     state_BHEF, history_BWC = memory
     _, num_history, num_mixed = history_BWC.shape
     projected_NC = functional.linear(x_ND, weights.in_LCD[index])
-    o_NHF = kda_chunk.read(
-        projected_NC,
-        history_BWC,
-        weights.conv_LCJ[index],
-        weights.a_log_LH[index],
-        weights.dt_bias_LHE[index],
-        weights.norm_LF[index],
-        state_BHEF,
-        rows.config.kda_lower_bound,
-        rows.config.rms_norm_eps,
-        rows.chunks,
-    )
+    layer = (weights.conv_LCJ[index], weights.a_log_LH[index], weights.dt_bias_LHE[index], weights.norm_LF[index])
+    law = (rows.config.kda_lower_bound, rows.config.rms_norm_eps)
+    o_NHF = kda_chunk.read(projected_NC, history_BWC, *layer, state_BHEF, *law, rows.chunks)
     if len(history_BWC) == 1:
         inputs_NC = projected_NC[-num_history:, :num_mixed]
         history_BWC[0] = torch.cat((history_BWC[0], inputs_NC))[-num_history:]
     return functional.linear(o_NHF.flatten(1), weights.out_LDC[index])
 
 
-def latent_attention(
-    x_ND: torch.Tensor, weights: LatentWeights, rows: Rows, kept_JC: torch.Tensor | None
-) -> torch.Tensor:
+def latent_attention(x_ND: Tensor, weights: LatentWeights, rows: Rows, kept_JC: Tensor | None) -> Tensor:
     """A latent attention layer in its plain form. Rows of one sequence are kept in ``kept_JC`` behind the first start.
-
     Keys and values of the tokens before are expanded again from the kept rows.
     """
     config, projected_NC = rows.config, functional.linear(x_ND, weights.in_CD)
@@ -99,7 +82,7 @@ def latent_attention(
     return functional.linear(o_NHF.flatten(1), weights.out_DC)
 
 
-def feed(x_ND: torch.Tensor, layer: LayerWeights, config: TargetConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+def feed(x_ND: Tensor, layer: LayerWeights, config: TargetConfig) -> tuple[Tensor, Tensor | None]:
     """What the experts chosen for each row say and their weights, or what the dense MLP says: parts of ``add_norm``."""
     experts = layer.experts
     if layer.router is None:
@@ -110,7 +93,7 @@ def feed(x_ND: torch.Tensor, layer: LayerWeights, config: TargetConfig) -> tuple
     return moe.run_each(x_ND, ids_NJ, experts.gate_up_XCD, experts.down_XDI, experts.limits_X), weights_NJ
 
 
-def _attend(q_NHE: torch.Tensor, k_JHE: torch.Tensor, v_JHF: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _attend(q_NHE: Tensor, k_JHE: Tensor, v_JHF: Tensor, rows: Rows) -> Tensor:
     """Causal attention, sequence by sequence; the last query sees all keys."""
     lengths = list(rows.chunks.lengths)
     seen = [rows.start + lengths[0], *lengths[1:]]
@@ -128,7 +111,7 @@ def _attend(q_NHE: torch.Tensor, k_JHE: torch.Tensor, v_JHF: torch.Tensor, rows:
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _wide_product(x_ND: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
+def _wide_product(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
     """``x W^T`` in float32 or higher; a GPU sums products of the weight's dtype, as the engine's router does."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     if x_ND.is_cuda and weight_XD.dtype != wide:

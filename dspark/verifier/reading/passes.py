@@ -30,9 +30,7 @@ def read_packed(
 
     With ``buffers``, of the one sequence that they hold ``start`` tokens of: it is read on and its states, history,
     latent rows and length are brought on. They differ from those of reading it window by window, and a row from that of
-    another packing, by roundings only: sums of products are taken in another order. ``ranks`` add their partial
-    sums; a rank alone adds its own only.
-
+    another packing, by roundings only. ``ranks`` add their partial sums; a rank alone adds its own only.
     Raises: ConfigError when the memory for the intermediates is missing or ids are none of the target's; ValueError for
     an empty sequence, several sequences with buffers, or a start that those have no room for.
     """
@@ -104,7 +102,5 @@ def _check_memory(weights: VerifierWeights, num_tokens: int, num_taps: int, star
     needed = reading_bytes(weights.config, weights.shard, num_tokens, weights.dtype, num_taps, start)
     free = free_bytes(weights.device)
     if needed > free:
-        raise ConfigError(
-            f"reading {num_tokens} tokens together takes {needed / 1e9:.2f} GB, {weights.device} has "
-            f"{free / 1e9:.2f} GB free; read fewer at a time"
-        )
+        sizes = f"{needed / 1e9:.2f} GB, {weights.device} has {free / 1e9:.2f} GB free"
+        raise ConfigError(f"reading {num_tokens} tokens together takes {sizes}; read fewer at a time")
