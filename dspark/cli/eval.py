@@ -1,5 +1,6 @@
 """dspark eval: how many tokens a round a draft earns on its target."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,7 +44,9 @@ def evaluate(
 ) -> None:
     """Decode held-out prompts with a draft and count the tokens that each round commits."""
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before the hours of work
+        json.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(json.parent, os.W_OK):  # known before the hours of work
+            raise ConfigError(f"--json: nothing can be written in {json.parent}; choose another folder")
     run = load_run(config) if config else None
     listed = {"tasks": tasks and tasks.split(","), "temperatures": temperatures and temperatures.split(",")}
     plan = _plan(run, listed | {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens})

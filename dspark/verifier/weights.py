@@ -48,7 +48,9 @@ class Precision:
 
     def __post_init__(self) -> None:
         if wrong := self.float32 - {"router", "head"}:
-            raise ConfigError(f"what can be float32 is router and head, got {', '.join(map(repr, sorted(wrong)))}")
+            raise ConfigError(
+                f"float32: what can be float32 is router and head, got {', '.join(map(repr, sorted(wrong)))}"
+            )
 
     def of(self, part: str) -> torch.dtype:
         """The dtype of "router" or "head"; of a wider working dtype that one."""

@@ -196,7 +196,7 @@ def _run_file(target: str) -> Path:
     """The run that says which shape a draft of the target has."""
     path = CONFIGS / f"{target}.yaml"
     if not path.is_file():
-        raise ConfigError(f"--draft dspark: no {path.name} in configs/ says what shape the draft of {target} has")
+        raise ConfigError(f"--draft dspark: takes a target by a name that configs/NAME.yaml has, got {target!r}")
     return path
 
 

@@ -23,13 +23,18 @@ def read_trace(path: Path, config: TargetConfig, num_tokens: int) -> torch.Tenso
         with safe_open(path, framework="pt") as file:
             ids_NLK: torch.Tensor = file.get_tensor("expert_ids")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: {error}; {expected} in a safetensors file") from error
-    if not torch.can_cast(ids_NLK.dtype, torch.int64) or ids_NLK.shape[1:] != layout or len(ids_NLK) < num_tokens:
+        raise ConfigError(f"{path}: no safetensors file that can be read ({error}); {expected}") from error
+    if (
+        ids_NLK.dtype == torch.bool
+        or not torch.can_cast(ids_NLK.dtype, torch.int64)
+        or ids_NLK.shape[1:] != layout
+        or len(ids_NLK) < num_tokens
+    ):
         raise ConfigError(f"{path}: {expected}, found {ids_NLK.dtype} {list(ids_NLK.shape)}")
     ids_NLK = ids_NLK.long().sort().values
     is_wrong_NLK = (ids_NLK < 0) | (ids_NLK >= config.num_experts) | functional.pad(ids_NLK.diff() == 0, (1, 0))
     for token, layer, _ in is_wrong_NLK.nonzero()[:1].tolist():
-        found = f"found {ids_NLK[token, layer].tolist()} of token {token} in MoE layer {layer}, both from 0"
+        found = f"found {ids_NLK[token, layer].tolist()} of token {token} in MoE layer {layer} (the first ones are 0)"
         raise ConfigError(f"{path}: expected different experts in 0..{config.num_experts - 1}, {found}")
     return ids_NLK
 
