@@ -98,7 +98,7 @@ def test_a_trace_is_read_and_every_other_file_is_refused_by_name(tmp_path: Path)
     twice_NLK[5, 6, 1] = twice_NLK[5, 6, 0]
     cases = {
         "found torch.float32": good_NLK.float(),
-        r"different experts in 0\.\.15, found .1, 1, ": good_NLK > 0,
+        "found torch.bool": good_NLK > 0,
         r"found torch.int64 \[6, 6, 4\]": good_NLK[:, 1:],
         r"found torch.int64 \[6, 7, 3\]": good_NLK[..., 1:],
         r"\[6\]": good_NLK[:, 0, 0],
