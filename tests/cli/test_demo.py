@@ -78,7 +78,6 @@ def test_the_pipeline_ends_in_a_table_and_a_page_and_goes_on_when_run_again(
     assert page.exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for a signal")
 def test_workers_end_with_a_demo_that_is_killed(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(

@@ -6,18 +6,13 @@ from types import ModuleType
 import pytest
 import torch
 from kernels.compiling import compile_sm90
+from kernels.test_mla_verify import DTYPES, EPS, IS_GPU, assert_near, gpu_only
 
 from dspark.config import DraftConfig
 from dspark.draft.backbone import DraftAttention
 from dspark.kernels import block_attention
 from dspark.kernels.block_attention import kernel, reference
 from dspark.layers.rotary import rotary_angles
-
-EPS = 1e-6
-IS_GPU = torch.cuda.is_available()
-DTYPES = [torch.float32, torch.float16, *[torch.bfloat16] * IS_GPU]  # bfloat16 stores are cut off in the interpreter
-CEILING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-gpu_only = pytest.mark.skipif(not IS_GPU, reason="real sizes and PDL need a GPU")
 
 
 @dataclass(frozen=True)
@@ -95,13 +90,6 @@ def attend(x: Inputs, q_THE: torch.Tensor, run: ModuleType, **options: bool) -> 
 def step(x: Inputs, run: ModuleType, **options: bool) -> torch.Tensor:
     o_TC: torch.Tensor = run.merge(*attend(x, write(x, run, **options), run, **options), x.qkv_TC.dtype, **options)
     return o_TC
-
-
-def assert_near(actual: torch.Tensor, torch_says: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
-    assert not actual.isnan().any()
-    error, allowed = (((x.double() - truth).norm() / truth.norm()).item() for x in (actual, torch_says))
-    assert error <= max(1.5 * allowed, CEILING[dtype] / 4), (error, allowed)
-    assert error < CEILING[dtype]
 
 
 ODD_CASES = [

@@ -46,6 +46,20 @@ def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
+def _multiply(x_ptr, w_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
+    """Rows times columns, both K long; the pointers are those of the first BLOCK_K."""
+    k, sum_ = tl.arange(0, BLOCK_K), tl.zeros((x_ptr.shape[0], w_ptr.shape[1]), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            x, w = tl.load(x_ptr + start), tl.load(w_ptr + start)
+        else:
+            x = tl.load(x_ptr + start, mask=(start + k < K)[None, :], other=0.0)
+            w = tl.load(w_ptr + start, mask=(start + k < K)[:, None], other=0.0)
+        sum_ = tl.dot(x.to(DOT), w.to(DOT), sum_, input_precision="ieee")
+    return sum_
+
+
+@triton.jit
 def up_kernel(
     act, inputs, weights, limits, order, tiles, J: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
@@ -63,14 +77,7 @@ def up_kernel(
     x_ptr = inputs + token[:, None] * D + k[None, :]
     of_half = (n % 2) * INNER + tl.minimum(part * HALF + n // 2, INNER - 1)
     w_ptr = weights + expert.to(tl.int64) * (2 * INNER * D) + of_half[None, :] * D + k[:, None]
-    sum_ = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, D, BLOCK_K):
-        if D % BLOCK_K == 0:
-            x, w = tl.load(x_ptr + start), tl.load(w_ptr + start)
-        else:
-            x = tl.load(x_ptr + start, mask=(start + k < D)[None, :], other=0.0)
-            w = tl.load(w_ptr + start, mask=(start + k < D)[:, None], other=0.0)
-        sum_ = tl.dot(x.to(DOT), w.to(DOT), sum_, input_precision="ieee")
+    sum_ = _multiply(x_ptr, w_ptr, D, BLOCK_K, DOT)
     gate, up = tl.split(tl.reshape(sum_, (BLOCK_M, HALF, 2)))
     limit = tl.load(limits + expert)
     gate = gate / (1.0 + tl.exp(-gate))
@@ -97,14 +104,7 @@ def down_kernel(
     pair = tl.load(order + tl.minimum(row, last))
     x_ptr = act + tl.minimum(row, last).to(tl.int64)[:, None] * INNER + k[None, :]
     w_ptr = weights + expert.to(tl.int64) * (D * INNER) + tl.minimum(column, D - 1)[None, :] * INNER + k[:, None]
-    sum_ = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, INNER, BLOCK_K):
-        if INNER % BLOCK_K == 0:
-            x, w = tl.load(x_ptr + start), tl.load(w_ptr + start)
-        else:
-            x = tl.load(x_ptr + start, mask=(start + k < INNER)[None, :], other=0.0)
-            w = tl.load(w_ptr + start, mask=(start + k < INNER)[:, None], other=0.0)
-        sum_ = tl.dot(x.to(DOT), w.to(DOT), sum_, input_precision="ieee")
+    sum_ = _multiply(x_ptr, w_ptr, INNER, BLOCK_K, DOT)
     seen = (row <= last)[:, None] & (column < D)[None, :]
     tl.store(outputs + pair[:, None] * D + column[None, :], sum_.to(outputs.dtype.element_ty), mask=seen)
 
