@@ -14,7 +14,8 @@ from dspark.verifier.calls import Caller
 from dspark.verifier.weights import ExpertWeights, LatentWeights, LinearWeights, RouterWeights
 
 R = TypeVar("R")
-SHORT_SPLITS, LONG_SPLITS = 66, 44
+PROGRAMS, USUAL_TOKENS = 132, 9
+"""Multiprocessors of an H200, each full with one program of latent attention; the window that it is cut for."""
 
 
 class Partial(NamedTuple):
@@ -45,13 +46,13 @@ class Chain(NamedTuple):
         return self.call(stage, kernel, *args, is_chained=self.is_chained, **options)
 
 
-def num_splits(num_rows: int) -> int:
-    """Into how many parts the latent rows are cut: of a block at least.
-    At 9 tokens of 8 heads a part is two programs while it has 128 rows at most, which such a program holds, and three
-    programs beyond: either fills 132 multiprocessors once.
+def num_splits(num_rows: int, num_heads: int) -> int:
+    """Into how many parts the latent rows are cut: of a block at least, and so that all programs run at once.
+    A part is a program for every 64 (token, head) rows while all parts hold their rows, two blocks; else for every 32.
     """
-    num_blocks = -(-num_rows // mla.BLOCK_ROWS)
-    return min(num_blocks, SHORT_SPLITS if num_blocks <= 2 * SHORT_SPLITS else LONG_SPLITS)
+    num_blocks, num_queries = -(-num_rows // mla.BLOCK_ROWS), USUAL_TOKENS * num_heads
+    short, long = (max(1, PROGRAMS // -(-num_queries // tile)) for tile in (64, 32))
+    return min(num_blocks, short if num_blocks <= 2 * short else long)
 
 
 def linear_attention(x_TD: Tensor, weights: LinearWeights, index: int, staged: Staged, chain: Chain) -> Partial:
@@ -88,7 +89,7 @@ def latent_attention(x_TD: Tensor, weights: LatentWeights, index: int, chain: Ch
         projected_TC = chain.call("MLA low-rank queries", _low_rank_queries, *low_rank)
     cache = (buffers.angles_JE2, rows_JC, length_1)
     q_THC = chain.run("MLA absorb", mla.absorb, projected_TC, weights.kv_norm_C, eps, weights.keys_HEC, *cache)
-    sizes = (config.kv_lora_rank, config.qk_head_dim**-0.5, num_splits(len(rows_JC)))
+    sizes = (config.kv_lora_rank, config.qk_head_dim**-0.5, num_splits(len(rows_JC), len(weights.keys_HEC)))
     context_STHC, lse_STH = chain.run("MLA attention", mla.attend, q_THC, rows_JC, length_1, *sizes)
     gate_TH = projected_TC[:, -len(weights.keys_HEC) :]
     o_THF = chain.run("MLA values and gate", mla.finish, context_STHC, lse_STH, weights.values_HFC, gate_TH)

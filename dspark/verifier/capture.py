@@ -1,6 +1,8 @@
 """A function without arguments as a CUDA graph; on other devices the function itself."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import CDLL, byref, c_size_t, c_void_p
 from typing import Generic, TypeVar
 
@@ -65,7 +67,19 @@ def _capture(
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     if generator is not None:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
+    with _uncollected(), torch.cuda.graph(graph):
         result = function()
     graph.instantiate()
     return graph, result
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: an older graph that it frees, as one in a cycle, would end the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -63,7 +63,8 @@ def make_plan(
     tokens, heads = MAX_TOKENS, shard.part(config.num_attention_heads)
     in_rows = 0 if weights.linear is None else weights.linear.in_LCD.shape[0] * weights.linear.in_LCD.shape[1]
     pairs = tokens * (config.num_experts_per_tok + 1)
-    context_bytes = num_splits(buffers.rows_MJC.shape[1]) * tokens * heads * (config.kv_lora_rank * dtype.itemsize + 4)
+    splits = num_splits(buffers.rows_MJC.shape[1], heads)
+    context_bytes = splits * tokens * heads * (config.kv_lora_rank * dtype.itemsize + 4)
     residual_bytes = 2 * config.num_hidden_layers * tokens * config.hidden_size * dtype.itemsize
     pair_bytes = 2 * pairs * (config.hidden_size + config.moe_intermediate_size) * dtype.itemsize
     logits_bytes = tokens * config.vocab_size * 4

@@ -63,3 +63,24 @@ def test_steps_are_enqueued_without_waiting_for_the_device(verifier: Verifier) -
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+def test_an_older_graph_that_becomes_garbage_does_not_end_a_capture() -> None:
+    device = torch.device("cuda")
+    x_1 = torch.zeros(1, device=device)
+    older = [Captured(lambda: x_1.add_(1), device)]
+
+    def add_two() -> torch.Tensor:
+        if older and torch.cuda.is_current_stream_capturing():
+            graph = older.pop()
+            vars(graph)["itself"] = graph
+            del graph
+            assert len([[] for _ in range(10_000)]) == 10_000  # enough to wake the collector
+        return x_1.add_(2)
+
+    captured = Captured(add_two, device, changed=[x_1])
+    assert not older
+    before = float(x_1)
+    captured()
+    assert float(x_1) == before + 2

@@ -7,8 +7,11 @@ import torch
 from published import FLASH
 
 from dspark.errors import ConfigError
+from dspark.kernels import mla
+from dspark.kernels.mla import kernel
 from dspark.target.config import load_target_config, parse_target_config
 from dspark.verifier import Precision, Shard, Verifier, load_mtp, load_weights, make_plan, plan
+from dspark.verifier.blocks import PROGRAMS, USUAL_TOKENS, num_splits
 from dspark.verifier.buffers import allocate_buffers
 from dspark.verifier.weights import tensors_of
 
@@ -74,3 +77,14 @@ def test_room_for_no_token_is_refused(folder: Path, capacity_tokens: int) -> Non
 
 def test_free_memory_is_positive(kernel_device: torch.device) -> None:
     assert plan.free_bytes(kernel_device) > 10**8
+
+
+@pytest.mark.parametrize("num_heads", [4, 8, 16, 32])
+@pytest.mark.parametrize("num_rows", [1, 100, 5000, 8388, 8500, 131072])
+def test_all_programs_of_latent_attention_run_at_once(num_heads: int, num_rows: int) -> None:
+    splits = num_splits(num_rows, num_heads)
+    num_blocks = -(-num_rows // mla.BLOCK_ROWS)
+    tile, _, _ = kernel.attend_tiles(torch.bfloat16, -(-num_blocks // splits))
+    num_tiles = -(-USUAL_TOKENS * num_heads // tile)
+    assert splits * num_tiles <= PROGRAMS
+    assert splits == num_blocks or (splits + 1) * num_tiles > PROGRAMS

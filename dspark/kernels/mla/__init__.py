@@ -1,17 +1,58 @@
 """Latent attention: the plain form for whole sequences and the absorbed form over a latent cache.
 
 ``absorb``, ``attend`` and ``finish`` are the absorbed form of T = 1..16 tokens of one sequence, in three launches. Its
-length lies on the device: nothing here waits for it, and nothing depends on it but what is read.
+length lies on the device: nothing here waits for it, and nothing depends on it but what is read. ``attend_packed`` is
+the plain form of whole packed sequences.
 """
 
 import torch
 
 from dspark.kernels import MAX_TOKENS
 from dspark.kernels.checks import expect
+from dspark.kernels.kda_chunk import Chunks
 from dspark.kernels.mla import reference
-from dspark.kernels.mla.reference import BLOCK_ROWS, absorbed_attention, causal_attention
+from dspark.kernels.mla.reference import BLOCK_ROWS, PACKED_ROWS, absorbed_attention, causal_attention
 
-__all__ = ["BLOCK_ROWS", "absorb", "absorbed_attention", "attend", "causal_attention", "finish"]
+__all__ = ["BLOCK_ROWS", "PACKED_ROWS", "absorb", "absorbed_attention", "attend", "attend_packed", "causal_attention"]
+__all__ += ["finish"]
+
+
+def attend_packed(
+    q_NHE: torch.Tensor,
+    turned_NHR: torch.Tensor,
+    k_JHE: torch.Tensor,
+    turned_JR: torch.Tensor,
+    v_JHF: torch.Tensor,
+    gate_NH: torch.Tensor,
+    chunks: Chunks,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of B packed sequences, each head gated: a score is ``(q k + turned_q turned_k) scale``.
+
+    Shapes: N rows of all sequences, cut into ``chunks`` (of ``PACKED_ROWS``, for a GPU); J = N keys, or for a single
+    sequence more: the first J - N lie before its rows. E the part of a key that is a head's own, R the rotated part
+    that all heads share. gate_NH before the sigmoid. q, turned, turned_JR and gate may be strided views of rows.
+    Returns: o_NHF in the queries' dtype. Raises: ValueError for another shape, dtype or stride.
+    """
+    (num_rows, heads, width), dtype, num_keys = q_NHE.shape, q_NHE.dtype, len(k_JHE)
+    rope, value_width = turned_JR.shape[-1], v_JHF.shape[-1]
+    if sum(chunks.lengths) != num_rows or num_keys < num_rows or (num_keys > num_rows and len(chunks.lengths) > 1):
+        found = f"{num_rows} rows, {num_keys} keys and sequences of {list(chunks.lengths)}"
+        raise ValueError(
+            f"expected as many rows and keys as the sequences have (one may have more keys), found {found}"
+        )
+    expect("q_NHE", q_NHE, (num_rows, heads, width), dtype, num_strided=2)
+    expect("turned_NHR", turned_NHR, (num_rows, heads, rope), dtype, num_strided=1)
+    expect("k_JHE", k_JHE, (num_keys, heads, width), dtype)
+    expect("turned_JR", turned_JR, (num_keys, rope), dtype, num_strided=1)
+    expect("v_JHF", v_JHF, (num_keys, heads, value_width), dtype)
+    expect("gate_NH", gate_NH, (num_rows, heads), dtype, num_strided=1)
+    inputs = (q_NHE, turned_NHR, k_JHE, turned_JR, v_JHF, gate_NH, chunks, scale)
+    if not q_NHE.is_cuda:
+        return reference.attend_packed(*inputs)
+    from dspark.kernels.mla import packed  # Triton, which a CPU may lack
+
+    return packed.attend_packed(*inputs)
 
 
 def absorb(

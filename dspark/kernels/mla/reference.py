@@ -2,6 +2,12 @@
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from dspark.kernels.kda_chunk import Chunks
+
+PACKED_ROWS = 128
+"""Rows of a chunk, for ``attend_packed``."""
 
 BLOCK_ROWS = 64
 """Cached rows a block, the unit that splits share out: part of a result's bits."""
@@ -15,6 +21,31 @@ def causal_attention(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHF: torch.T
     """
     q_BHTE, k_BHTE, v_BHTF = (x.transpose(1, 2) for x in (q_BTHE, k_BTHE, v_BTHF))
     return functional.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTF, is_causal=True, scale=scale).transpose(1, 2)
+
+
+def attend_packed(
+    q_NHE: torch.Tensor,
+    turned_NHR: torch.Tensor,
+    k_JHE: torch.Tensor,
+    turned_JR: torch.Tensor,
+    v_JHF: torch.Tensor,
+    gate_NH: torch.Tensor,
+    chunks: Chunks,
+    scale: float,
+) -> torch.Tensor:
+    """Sequence by sequence, the last query on all keys; output and gate are each rounded before their product."""
+    past, lengths, heads = len(k_JHE) - len(q_NHE), list(chunks.lengths), k_JHE.shape[1]
+    seen = [past + lengths[0], *lengths[1:]]
+    q = torch.cat((q_NHE, turned_NHR), -1).split(lengths)
+    k = torch.cat((k_JHE, turned_JR[:, None].expand(-1, heads, -1)), -1).split(seen)
+    outputs = []
+    for each in zip(q, k, v_JHF.split(seen), strict=True):
+        q_HTE, k_HSE, v_HSF = (x.transpose(0, 1) for x in each)
+        mask = causal_lower_right(q_HTE.shape[1], k_HSE.shape[1])
+        o_BHTF = functional.scaled_dot_product_attention(q_HTE[None], k_HSE[None], v_HSF[None], mask, scale=scale)
+        outputs.append(o_BHTF[0].transpose(0, 1))
+    wide = torch.promote_types(gate_NH.dtype, torch.float32)
+    return torch.cat(outputs) * gate_NH.to(wide).sigmoid().to(gate_NH.dtype).unsqueeze(-1)
 
 
 def absorbed_attention(

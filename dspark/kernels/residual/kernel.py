@@ -3,7 +3,7 @@
 A row of 2560 numbers is 320 threads of eight; the tile is the next power of two, and 16 warps give each thread one
 16-byte load a part. The norm's weight is read before the wait. ``maxnreg`` gives the assembler all registers: left to
 itself it takes 40 and issues nine parts' loads in four rounds, each as long as the whole sum (seen in the SASS). Of
-more rows than a window's, three programs a multiprocessor do more than one with all loads in flight.
+more rows than a window's, many small programs a multiprocessor do more than one with all loads in flight.
 """
 
 import torch
@@ -89,13 +89,14 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See ``dspark.kernels.residual.add_norm``."""
     num_tokens, num_parts, width = parts_TKD.shape
-    num_warps = warps_for(width)
+    is_window = num_tokens <= MAX_TOKENS
+    num_warps = warps_for(width) if is_window else min(4, warps_for(width))
     new_residual_TD, normed_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
     add_norm_kernel[(num_tokens,)](
         parts_TKD, norm_weight_D if weights_TK is None else weights_TK, residual_TD, norm_weight_D, new_residual_TD,
         normed_TD, eps, WIDTH=width, PARTS=num_parts, HAS_WEIGHTS=weights_TK is not None,
         BLOCK=triton.next_power_of_2(width), num_warps=num_warps, **launch.options(is_chained),
-        **({"maxnreg": registers_for(num_warps)} if num_tokens <= MAX_TOKENS else {}),
+        **({"maxnreg": registers_for(num_warps)} if is_window else {}),
     )  # fmt: skip
     return new_residual_TD, normed_TD
 

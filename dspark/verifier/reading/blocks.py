@@ -1,6 +1,6 @@
 """One rank's blocks over packed rows, from the normed hidden state to the rank's partial sum [N, D].
 
-Matrix products are torch's; the linear attention's chunks and the experts are kernels of ours.
+Matrix products are torch's; both attentions and the experts are kernels of ours.
 """
 
 from typing import NamedTuple
@@ -8,24 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
-from dspark.kernels import kda_chunk, moe, router
+from dspark.kernels import kda_chunk, mla, moe, router
 from dspark.layers.rotary import rotate_interleaved_pairs
 from dspark.target.config import TargetConfig
 from dspark.verifier.weights import LatentWeights, LayerWeights, LinearWeights
 
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Of torch's attention: not cuDNN's, which builds a plan for every new length."""
-
 
 class Rows(NamedTuple):
-    """How the rows of a pass lie: their chunks, the cosine and sine of their positions, and the model's config.
-    ``start`` tokens of the only sequence were read before; 0 for several sequences.
+    """How the rows of a pass lie: their chunks for linear and for latent attention, the cosine and sine of their
+    positions, and the model's config. ``start`` tokens of the only sequence were read before; 0 for several sequences.
     """
 
     chunks: kda_chunk.Chunks
+    latent_chunks: kda_chunk.Chunks
     angles: tuple[Tensor, Tensor]
     start: int
     config: TargetConfig
@@ -63,7 +59,6 @@ def latent_attention(x_ND: Tensor, weights: LatentWeights, rows: Rows, kept_JC: 
     q_NHE = torch.unflatten(q_NC, 1, (heads, -1))
     turning_NHE = torch.cat((q_NHE[..., nope:], turning_NE[:, None]), 1)
     turned_NHE = rotate_interleaved_pairs(turning_NHE, *(angle[:, None] for angle in rows.angles))
-    q_NHE = torch.cat((q_NHE[..., :nope], turned_NHE[:, :-1]), -1)
     latent_NC = functional.rms_norm(latent_NC, weights.kv_norm_C.shape, weights.kv_norm_C, config.rms_norm_eps)
     rows_JC = torch.cat((latent_NC, turned_NHE[:, -1]), 1)
     if kept_JC is not None:
@@ -75,10 +70,9 @@ def latent_attention(x_ND: Tensor, weights: LatentWeights, rows: Rows, kept_JC: 
         functional.linear(latent_JC, part_HEC.flatten(0, 1)).view(-1, *part_HEC.shape[:2])
         for part_HEC in (weights.keys_HEC, weights.values_HFC)
     )
-    k_JHE = torch.cat((k_JHE, rows_JC[:, None, latent:].expand(-1, heads, -1)), -1)
-    o_NHF = _attend(q_NHE, k_JHE, v_JHF, rows)
-    wide = torch.promote_types(gate_NH.dtype, torch.float32)
-    o_NHF = o_NHF * gate_NH.to(wide).sigmoid().to(o_NHF.dtype).unsqueeze(-1)
+    turned = (turned_NHE[:, :-1], k_JHE, rows_JC[:, latent:])
+    scale = q_NHE.shape[-1] ** -0.5
+    o_NHF = mla.attend_packed(q_NHE[..., :nope], *turned, v_JHF, gate_NH, rows.latent_chunks, scale)
     return functional.linear(o_NHF.flatten(1), weights.out_DC)
 
 
@@ -91,24 +85,6 @@ def feed(x_ND: Tensor, layer: LayerWeights, config: TargetConfig) -> tuple[Tenso
     logits_NX = _wide_product(x_ND, layer.router.gate_XD)
     ids_NJ, weights_NJ = router.choose(logits_NX, layer.router.bias_X, config.router_law)
     return moe.run_each(x_ND, ids_NJ, experts.gate_up_XCD, experts.down_XDI, experts.limits_X), weights_NJ
-
-
-def _attend(q_NHE: Tensor, k_JHE: Tensor, v_JHF: Tensor, rows: Rows) -> Tensor:
-    """Causal attention, sequence by sequence; the last query sees all keys."""
-    lengths = list(rows.chunks.lengths)
-    seen = [rows.start + lengths[0], *lengths[1:]]
-    outputs = []
-    for q_THE, k_THE, v_THF in zip(
-        *(torch.split(x, s) for x, s in ((q_NHE, lengths), (k_JHE, seen), (v_JHF, seen))), strict=True
-    ):
-        q, k, v = (x[None].transpose(1, 2) for x in (q_THE, k_THE, v_THF))
-        mask = causal_lower_right(len(q_THE), len(k_THE))
-        if q.is_cuda and v.shape[-1] < q.shape[-1]:  # flash attention takes one width only
-            v = functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
-        with sdpa_kernel(BACKENDS):
-            o = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.5)
-        outputs.append(o[0, :, :, : v_THF.shape[-1]].transpose(0, 1))
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _wide_product(x_ND: Tensor, weight_XD: Tensor) -> Tensor:

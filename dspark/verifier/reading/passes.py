@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from dspark.errors import ConfigError
-from dspark.kernels import kda_chunk
+from dspark.kernels import kda_chunk, mla
 from dspark.layers.rotary import rotary_angles
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
@@ -44,10 +44,10 @@ def read_packed(
     check_ids(torch.cat([ids_T.flatten() for ids_T in ids] or [torch.zeros(0, dtype=torch.int64)]), config.vocab_size)
     _check_memory(weights, sum(lengths), len(target_layer_ids), start)
     wide = torch.promote_types(weights.dtype, torch.float32)
-    chunks = kda_chunk.lay_out(lengths, device)
+    chunks = (kda_chunk.lay_out(lengths, device), kda_chunk.lay_out(lengths, device, mla.PACKED_ROWS))
     positions_N = torch.cat([torch.arange(start, start + length, device=device) for length in lengths])
     angles = rotary_angles(positions_N, config.qk_rope_head_dim, config.rope_theta, wide)
-    rows = Rows(chunks, angles, start, config)
+    rows = Rows(*chunks, angles, start, config)
     dtype = (
         wide if ranks.world_size > 1 else weights.dtype
     )  # of the attention's partial sums, rounded once they are whole
