@@ -240,12 +240,13 @@ def test_the_kernels_fit_the_registers_of_sm90_and_wait_before_they_write() -> N
 
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 9, 16])
-def test_gpu_check_verify_of_one_of_four_ranks(tokens: int, kernel_device: torch.device) -> None:
-    inputs, _ = random_layers(2, tokens, 8, 128, kernel_device, torch.bfloat16)
+@pytest.mark.parametrize("heads", [8, 16])
+def test_gpu_check_verify_of_one_of_four_or_two_ranks(heads: int, tokens: int, kernel_device: torch.device) -> None:
+    inputs, _ = random_layers(2, tokens, heads, 128, kernel_device, torch.bfloat16)
     check_verify(inputs)
     plain_THF = verify(inputs)
     torch.cuda.synchronize()
-    for options in ({"is_chained": True}, {"num_warps": 8}, {"columns": 4}, {"columns": 1}):
+    for options in ({"is_chained": True}, {"num_warps": 8}, {"num_warps": 4}, {"columns": 4}, {"columns": 1}):
         assert torch.equal(verify(inputs, **options), plain_THF)
 
 

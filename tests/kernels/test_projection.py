@@ -264,6 +264,7 @@ def test_the_public_functions_check_and_pick_by_device(kernel_device: torch.devi
 FLASH = {  # one rank of four, and shapes of the draft: rows, columns, width of a gated head
     "KDA in-projection": (5128, 2560, None),  # which also prepares
     "KDA output": (2560, 1024, 128),
+    "KDA output of a half": (2560, 2048, 128),
     "MLA in-projection": (2120, 2560, None),
     "MLA output": (2560, 1024, None),
     "wide": (2560, 6144, None),
@@ -316,7 +317,8 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
         FLASH, compile_sm90("dspark.kernels.projection.kernel", [compile_kernel(name) for name in FLASH]), strict=True
     ):
         assert compiled.spill_bytes == 0, name
-        assert compiled.shared_bytes <= 113 * 1024, name
+        limit = 227 if name == "KDA output of a half" else 113  # one program a multiprocessor, or two
+        assert compiled.shared_bytes <= limit * 1024, name
         before, after = compiled.ptx.split("griddepcontrol.wait", 1)
         assert not re.search(r"(st|atom|red)\.global", before), name
         assert re.search(r"st\.global", after), name

@@ -26,8 +26,8 @@ from dspark.kernels.kda.rule import (
 )  # fmt: skip
 
 VERIFY_WARPS, VERIFY_COLUMNS = 4, 2
-"""Warps a program and columns a warp (1, 2 or 4): 8 heads of 128 give 128 programs for 132 SMs, a warp to each of an
-SM's four schedulers."""
+"""Warps a program (twice as many from 16 heads on) and columns a warp (1, 2 or 4): 8 or 16 heads of 128 give 128
+programs for 132 SMs, one or two warps to each of an SM's four schedulers."""
 VERIFY_REGISTERS = 128
 """With so many allowed, the assembler lays the sums over the rows side by side; left alone, it saves registers instead
 and takes one after the other: by its own latencies twice the time for a token."""
@@ -127,7 +127,7 @@ def verify(
 ) -> torch.Tensor:  # fmt: skip
     """``reference.verify``; a program owns num_warps * columns columns of a head."""
     num_tokens, (num_heads, width, _) = len(prepared_TC), state_HEF.shape
-    warps = num_warps or _warps(VERIFY_WARPS, width, columns)
+    warps = num_warps or _warps(VERIFY_WARPS if num_heads < 16 else 2 * VERIFY_WARPS, width, columns)
     o_THF = prepared_TC.new_empty(num_tokens, num_heads, width, dtype=dtype)
     verify_kernel[(triton.cdiv(width, columns * warps), num_heads)](
         o_THF, prepared_TC, state_HEF, width**-0.5, num_tokens, H=num_heads, E=width, WARPS=warps, COLUMNS=columns,
