@@ -14,8 +14,9 @@ from dspark.verifier.calls import Caller
 from dspark.verifier.weights import ExpertWeights, LatentWeights, LinearWeights, RouterWeights
 
 R = TypeVar("R")
-PROGRAMS, USUAL_TOKENS = 132, 9
-"""Multiprocessors of an H200, each full with one program of latent attention; the window that it is cut for."""
+PROGRAMS, USUAL_TOKENS, MOST_SPLITS = 132, 9, 66
+"""Multiprocessors of an H200, each full with one program of latent attention; the window that it is cut for; as many
+parts as are merged without spills."""
 
 
 class Partial(NamedTuple):
@@ -47,11 +48,12 @@ class Chain(NamedTuple):
 
 
 def num_splits(num_rows: int, num_heads: int) -> int:
-    """Into how many parts the latent rows are cut: of a block at least, and so that all programs run at once.
-    A part is a program for every 64 (token, head) rows while all parts hold their rows, two blocks; else for every 32.
+    """Into how many parts the latent rows are cut: of a block at least, and so that all programs of a usual window run
+    at once in 16 bits. A part is a program for every 64 (token, head) rows while all parts hold their rows, two blocks;
+    else for every 32 (``attend_tiles`` of the kernel).
     """
     num_blocks, num_queries = -(-num_rows // mla.BLOCK_ROWS), USUAL_TOKENS * num_heads
-    short, long = (max(1, PROGRAMS // -(-num_queries // tile)) for tile in (64, 32))
+    short, long = (min(MOST_SPLITS, max(1, PROGRAMS // -(-num_queries // tile))) for tile in (64, 32))
     return min(num_blocks, short if num_blocks <= 2 * short else long)
 
 

@@ -67,14 +67,14 @@ def _capture(
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     if generator is not None:
         graph.register_generator_state(generator)
-    with _uncollected(), torch.cuda.graph(graph):
+    with uncollected(), torch.cuda.graph(graph):
         result = function()
     graph.instantiate()
     return graph, result
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Without the garbage collector: an older graph that it frees, as one in a cycle, would end the capture."""
     was_enabled = gc.isenabled()
     gc.disable()

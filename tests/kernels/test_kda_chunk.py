@@ -7,7 +7,8 @@ import torch
 from kernels.compiling import compile_sm90
 
 from dspark.kernels import kda, kda_chunk
-from dspark.kernels.kda_chunk import Chunks, kernel, lay_out, reference
+from dspark.kernels.chunks import Chunks, lay_out
+from dspark.kernels.kda_chunk import kernel, reference
 
 LOWER_BOUND, EPS = -5.0, 1e-6
 CEILING = {torch.float32: 3e-6, torch.bfloat16: 6e-3}

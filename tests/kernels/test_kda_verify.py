@@ -207,19 +207,22 @@ def test_what_does_not_fit_is_refused_with_what_was_found() -> None:
 
 
 def flash_kernels() -> list[dict[str, Any]]:
-    """One of four ranks of flash: 8 heads of 128, bf16, chained."""
+    """One of four ranks of flash: 8 heads of 128, bf16, chained; verify also of one of two."""
     pointers = {"prepared_ptr": "*fp32", "state_ptr": "*fp32"}
     sizes = {"H": 8, "E": 128, "WARPS": 4, "IS_CHAINED": True}
     strides = {"J": 4, "T": 9, "STRIDE": 5128, "LAYER_STRIDE": 9 * 5128}
     inputs = {"projected_ptr": "*bf16", "history_ptr": "*bf16", "count_ptr": "*i64"}
+    verify = {
+        "name": "verify_kernel",
+        "signature": pointers | {"o_ptr": "*bf16", "scale": "fp32", "num_tokens": "i32"},
+        "constexprs": sizes | {"COLUMNS": kernel.VERIFY_COLUMNS},
+        "num_warps": 4,
+        "maxnreg": kernel.VERIFY_REGISTERS,
+    }
+    half = {"constexprs": verify["constexprs"] | {"H": 16, "WARPS": 8}, "num_warps": 8}
     return [
-        {
-            "name": "verify_kernel",
-            "signature": pointers | {"o_ptr": "*bf16", "scale": "fp32", "num_tokens": "i32"},
-            "constexprs": sizes | {"COLUMNS": kernel.VERIFY_COLUMNS},
-            "num_warps": 4,
-            "maxnreg": kernel.VERIFY_REGISTERS,
-        },
+        verify,
+        verify | half,
         {
             "name": "commit_kernel",
             "signature": pointers | inputs,

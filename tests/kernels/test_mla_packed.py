@@ -5,7 +5,7 @@ import torch
 from kernels.compiling import compile_sm90
 
 from dspark.kernels import mla
-from dspark.kernels.kda_chunk import lay_out
+from dspark.kernels.chunks import lay_out
 from dspark.kernels.mla import packed, reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="real sizes in bf16 need a GPU")

@@ -363,7 +363,7 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
             "name": "finish_kernel",
             "signature": signature("context lse values gate o count"),
             "constexprs": finish_sizes | heads,
-            "num_warps": 16,
+            "num_warps": kernel.FINISH_WARPS,
         },
     ]
     compiled = compile_sm90("dspark.kernels.mla.kernel", kernels)
@@ -381,10 +381,14 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
 
 
 @gpu_only
-@pytest.mark.parametrize("num_heads", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("num_heads", "num_rows", "num_splits"), [(8, 8192, 66), (8, 16384, 44), (16, 8192, 26), (32, 8192, 14)]
+)
 @pytest.mark.parametrize("length", [0, 100, 8000])
-def test_gpu_check_flash_ranks(num_heads: int, length: int, kernel_device: torch.device) -> None:
-    case = Case(9, num_heads, 128, 64, 512, 128, length, 8192, 66)
+def test_gpu_check_flash_ranks(
+    num_heads: int, num_rows: int, num_splits: int, length: int, kernel_device: torch.device
+) -> None:
+    case = Case(9, num_heads, 128, 64, 512, 128, length, num_rows, num_splits)
     x, plain, chained = (random_inputs(case).cast(torch.bfloat16, kernel_device) for _ in range(3))
     truth = step(random_inputs(case).cast(torch.bfloat16, kernel_device).cast(torch.float64, kernel_device), reference)
     together = step(x, mla)

@@ -1,5 +1,7 @@
 """Captured steps: equal to eager ones over many inputs, with and without chained launches, and never waited for."""
 
+import contextlib
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from verifying import random_ids
 
 from dspark.verifier import Step, Verifier
-from dspark.verifier.capture import Captured
+from dspark.verifier.capture import Captured, uncollected
 
 WINDOW = 5
 
@@ -19,6 +21,21 @@ def test_elsewhere_the_function_itself_runs() -> None:
     captured()
     assert runs == [1]
     assert captured.num_launches() is None
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_off_inside_and_as_before_behind_also_after_a_failure(is_on: bool) -> None:
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_on
+        with contextlib.suppress(KeyError), uncollected():
+            raise KeyError
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 @pytest.fixture
@@ -69,6 +86,7 @@ def test_steps_are_enqueued_without_waiting_for_the_device(verifier: Verifier) -
 def test_an_older_graph_that_becomes_garbage_does_not_end_a_capture() -> None:
     device = torch.device("cuda")
     x_1 = torch.zeros(1, device=device)
+    gc.collect()
     older = [Captured(lambda: x_1.add_(1), device)]
 
     def add_two() -> torch.Tensor:
@@ -81,6 +99,7 @@ def test_an_older_graph_that_becomes_garbage_does_not_end_a_capture() -> None:
 
     captured = Captured(add_two, device, changed=[x_1])
     assert not older
+    assert gc.isenabled()
     before = float(x_1)
     captured()
     assert float(x_1) == before + 2

@@ -3,10 +3,10 @@
 import torch
 
 from dspark.kernels.checks import expect
+from dspark.kernels.chunks import Chunks
 from dspark.kernels.kda_chunk import reference
-from dspark.kernels.kda_chunk.reference import Chunks, lay_out
 
-__all__ = ["Chunks", "lay_out", "read"]
+__all__ = ["read"]
 
 
 def read(

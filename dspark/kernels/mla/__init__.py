@@ -9,7 +9,7 @@ import torch
 
 from dspark.kernels import MAX_TOKENS
 from dspark.kernels.checks import expect
-from dspark.kernels.kda_chunk import Chunks
+from dspark.kernels.chunks import Chunks
 from dspark.kernels.mla import reference
 from dspark.kernels.mla.reference import BLOCK_ROWS, PACKED_ROWS, absorbed_attention, causal_attention
 

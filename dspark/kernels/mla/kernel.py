@@ -114,7 +114,7 @@ def absorb_kernel(
 
 
 @triton.jit
-def packed(x, IS_CHAINED: tl.constexpr):
+def pinned(x, IS_CHAINED: tl.constexpr):
     """x; nothing that follows happens earlier: 16-bit numbers stay two in a register, and a load is not waited for."""
     if IS_CHAINED and x.dtype.primitive_bitwidth == 16:  # not in the interpreter
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
@@ -214,7 +214,7 @@ def attend_kernel(
     latent_JC, rope_JE = rows_of(
         rows, fresh_J, is_fresh_J, latent_JC, rope_JE, ROWS_STRIDE, VALUE, ROPE, VALUE_PAD, ROPE_PAD
     )  # fmt: skip
-    q_NC, q_NE = packed(q_NC, IS_CHAINED), packed(q_NE, IS_CHAINED)  # arrive while the rows go to shared memory
+    q_NC, q_NE = pinned(q_NC, IS_CHAINED), pinned(q_NE, IS_CHAINED)  # arrive while the rows go to shared memory
     max_N, sum_N, context_CN = fold(
         latent_JC, rope_JE, held_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT
     )  # fmt: skip
@@ -269,9 +269,9 @@ def finish_kernel(
         weight_G = tl.exp(lse_G[group] - top)
         total_G += weight_G
         weight_GC = weight_G[:, None]  # what an empty split holds is undefined
-        context_GC += weight_GC * tl.where(weight_GC > 0, packed(parts_GC[group], IS_CHAINED).to(tl.float32), 0.0)
+        context_GC += weight_GC * tl.where(weight_GC > 0, pinned(parts_GC[group], IS_CHAINED).to(tl.float32), 0.0)
     context_C = (tl.sum(context_GC, 0) / tl.sum(total_G, 0)).to(dtype).to(tl.float32)
-    o_F = tl.sum(packed(values_FC, IS_CHAINED).to(tl.float32) * context_C[None, :], 1).to(dtype).to(tl.float32)
+    o_F = tl.sum(pinned(values_FC, IS_CHAINED).to(tl.float32) * context_C[None, :], 1).to(dtype).to(tl.float32)
     opened = (1.0 / (1.0 + tl.exp(-opening))).to(dtype).to(tl.float32)
     tl.store(o + row * WIDTH + column_F, (o_F * opened).to(dtype), mask=column_F < WIDTH)
 

@@ -3,7 +3,7 @@
 A program owns the rows of one chunk and one head, and walks the keys of the chunk's sequence up to its last row. A key
 is a part of its own and a rotated part that all heads share; so is a query. The two products are summed where they are
 made, and nothing is put side by side in memory. Keys that every row sees need no mask; rows and keys past an end repeat
-the last one. Programs of the longest walks start first.
+the last one. Chunks start from the last: of one sequence the longest walks first.
 Source: FlashAttention-2 (arXiv 2307.08691).
 """
 
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from dspark.kernels import launch
-from dspark.kernels.kda_chunk import Chunks
+from dspark.kernels.chunks import Chunks
 
 SHAPE = {"keys": 64, "num_warps": 8, "num_stages": 3}
-"""For chunks of ``PACKED_ROWS``: a warp owns 16 rows, and keys are on their way two blocks ahead."""
+"""In 16 bits, for chunks of ``PACKED_ROWS``: a warp owns 16 rows, keys are on their way two blocks ahead."""
 LOG2_E = 1.4426950408889634
 
 

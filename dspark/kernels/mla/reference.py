@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from dspark.kernels.kda_chunk import Chunks
+from dspark.kernels.chunks import Chunks
 
 PACKED_ROWS = 128
 """Rows of a chunk, for ``attend_packed``."""

@@ -49,8 +49,9 @@ def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int
     """
     if element_size > 2:  # full-precision products do not use tensor cores: small tiles, for tests and small models
         return Tile(16, max(32, head_width), 1, 1, 0, 4, 2, is_prefetched=False)
-    if head_width:  # many rows and few columns a program: each norms its columns anew; at most 132 programs
-        held = max(256 if num_columns <= 1024 else 512, head_width)
+    if head_width:  # many rows and few columns a program: each norms its columns anew
+        fits = triton.cdiv(num_rows, 128) * triton.cdiv(num_columns, 256) <= 132  # one program a multiprocessor
+        held = max(256 if fits else 512, head_width)
         return Tile(128, held, 1, triton.cdiv(num_columns, held), held, 8 if held <= 256 else 16, 2)
     held = max(128, triton.next_power_of_2(num_columns))
     if held <= 1024:  # no pipeline: all weights of a program are on the chip before the wait

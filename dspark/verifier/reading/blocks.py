@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dspark.kernels import kda_chunk, mla, moe, router
+from dspark.kernels.chunks import Chunks
 from dspark.layers.rotary import rotate_interleaved_pairs
 from dspark.target.config import TargetConfig
 from dspark.verifier.weights import LatentWeights, LayerWeights, LinearWeights
@@ -20,8 +21,8 @@ class Rows(NamedTuple):
     positions, and the model's config. ``start`` tokens of the only sequence were read before; 0 for several sequences.
     """
 
-    chunks: kda_chunk.Chunks
-    latent_chunks: kda_chunk.Chunks
+    chunks: Chunks
+    latent_chunks: Chunks
     angles: tuple[Tensor, Tensor]
     start: int
     config: TargetConfig

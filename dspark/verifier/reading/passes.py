@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional
 
 from dspark.errors import ConfigError
-from dspark.kernels import kda_chunk, mla
+from dspark.kernels import mla
+from dspark.kernels.chunks import lay_out
 from dspark.layers.rotary import rotary_angles
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
@@ -44,7 +45,7 @@ def read_packed(
     check_ids(torch.cat([ids_T.flatten() for ids_T in ids] or [torch.zeros(0, dtype=torch.int64)]), config.vocab_size)
     _check_memory(weights, sum(lengths), len(target_layer_ids), start)
     wide = torch.promote_types(weights.dtype, torch.float32)
-    chunks = (kda_chunk.lay_out(lengths, device), kda_chunk.lay_out(lengths, device, mla.PACKED_ROWS))
+    chunks = (lay_out(lengths, device), lay_out(lengths, device, mla.PACKED_ROWS))
     positions_N = torch.cat([torch.arange(start, start + length, device=device) for length in lengths])
     angles = rotary_angles(positions_N, config.qk_rope_head_dim, config.rope_theta, wide)
     rows = Rows(*chunks, angles, start, config)
