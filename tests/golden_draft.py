@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from agreeing import logits_of
 from torch import Tensor
 
 from dspark.config import DraftConfig
 from dspark.draft.anchors import BlockTargets, block_targets
 from dspark.draft.model import DraftModel, DraftOutput
-from dspark.train.objective import teacher_logits
+from dspark.train.objective import Teacher
 
 CASES = ("mha_vanilla", "gqa_vanilla", "mha_gated", "mha_rnn")
 DTYPES = (torch.float64, torch.float32)
@@ -63,10 +64,15 @@ class GoldenCase:
             self.ids_BT, self.loss_mask_BT, self.lengths_B, self.anchors_BA, self.keep_BA, self.draft.config.block_size
         )
 
-    def teacher(self) -> Tensor:
-        """teacher_logits_BAKV."""
+    def logits(self) -> Tensor:
+        """draft_logits_BAKV of the training pass."""
+        return logits_of(self.draft, self.forward())
+
+    def teacher(self, last_hidden_BTD: Tensor | None = None) -> Teacher:
+        """What teaches, or what would with other states."""
         assert self.draft.head_VD is not None
-        return teacher_logits(self.last_hidden_BTD, self.anchors_BA, self.draft.config.block_size, self.draft.head_VD)
+        states_BTD = self.last_hidden_BTD if last_hidden_BTD is None else last_hidden_BTD
+        return Teacher(self.draft.head_VD, states_BTD, self.anchors_BA)
 
 
 def golden_case(golden: dict[str, Any], name: str, dtype: torch.dtype) -> GoldenCase:

@@ -29,9 +29,9 @@ class MarkovHead(nn.Module):
         return embedded_R, state_R
 
     def forward(self, embedded_BAKR: Tensor, hidden_BAKD: Tensor) -> Tensor:
-        """The bias of every slot of whole blocks, previous tokens known. Returns: [B, A, K, V]."""
+        """What W2 is applied to at every slot of whole blocks, previous tokens known. Returns: [B, A, K, R]."""
         mixed_BAKR, _ = self.step(embedded_BAKR, hidden_BAKD, torch.zeros_like(embedded_BAKR))
-        return cast(Tensor, self.markov_w2(mixed_BAKR))
+        return mixed_BAKR
 
 
 class GatedMarkovHead(MarkovHead):
@@ -66,7 +66,7 @@ class RnnMarkovHead(MarkovHead):
         for embedded_BAR, hidden_BAD in zip(embedded_BAKR.unbind(2), hidden_BAKD.unbind(2), strict=True):
             mixed_BAR, state_BAR = self.step(embedded_BAR, hidden_BAD, state_BAR)
             mixed.append(mixed_BAR)
-        return cast(Tensor, self.markov_w2(torch.stack(mixed, dim=2)))
+        return torch.stack(mixed, dim=2)
 
 
 MARKOV_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}

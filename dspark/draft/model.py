@@ -19,12 +19,14 @@ from dspark.layers.rotary import rotary_angles
 
 class DraftOutput(NamedTuple):
     """What the draft says about every slot under teacher forcing.
-    Shapes: hidden_BAKD after the final norm; logits_BAKV with the Markov bias and confidence_logits_BAK float32 or
-    better, the latter None for a draft without the head.
+    Shapes: hidden_BAKD after the final norm; mixed_BAKR, which W2 is applied to; markov_VR, W2; confidence_logits_BAK
+    float32 or better, None for a draft without the head. The logits are ``base_logits(hidden) + W2 mixed``: so large
+    that whoever needs them makes them piece by piece.
     """
 
     hidden_BAKD: Tensor
-    logits_BAKV: Tensor
+    mixed_BAKR: Tensor
+    markov_VR: Tensor
     confidence_logits_BAK: Tensor | None
 
 
@@ -125,10 +127,9 @@ class DraftModel(nn.Module):
         visible_B1NT = block_visibility(anchors_BA, keep_BA, ids_BT.shape[1], block_size)
         hidden_BAKD = self.blocks(previous_ids_BAK[..., 0], positions_BAK, memories, visible_B1NT)
         embedded_BAKR = self.markov_head.embed(previous_ids_BAK)
-        logits_BAKV = self.base_logits(hidden_BAKD) + self.markov_head(embedded_BAKR, hidden_BAKD)
-        if self.confidence_head is None:
-            return DraftOutput(hidden_BAKD, logits_BAKV, None)
-        return DraftOutput(hidden_BAKD, logits_BAKV, self.confidence_head(hidden_BAKD, embedded_BAKR))
+        mixed_BAKR = self.markov_head(embedded_BAKR, hidden_BAKD)
+        confidence = None if self.confidence_head is None else self.confidence_head(hidden_BAKD, embedded_BAKR)
+        return DraftOutput(hidden_BAKD, mixed_BAKR, self.markov_head.markov_w2.weight, confidence)
 
 
 def _after(context_keys_BHTE: Tensor, context_values_BHTE: Tensor) -> Memory:

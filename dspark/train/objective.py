@@ -1,15 +1,19 @@
 """How good a draft's blocks are: the loss terms, the expected acceptance length, and their denominators."""
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dspark.config import ObjectiveSection
-from dspark.draft.anchors import BlockTargets, gather_positions, slot_positions
+from dspark.draft.anchors import BlockTargets
 from dspark.draft.model import DraftOutput
+from dspark.kernels.agreement import Figures, Slopes, judge
+from dspark.train.slots import PIECE_NUMBERS, Slots, lay_out
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 EPSILON = 1e-6
@@ -17,67 +21,27 @@ EPSILON = 1e-6
 
 
 class Agreement(NamedTuple):
-    """What the terms need of the two distributions of every slot; all [B, A, K], float32 or better.
-
-    The log-probabilities are the label's; divergence_BAK is KL(teacher || draft); acceptance_BAK, one minus the total
-    variation, is sum_v min(p, q). Gradients flow through all but the teacher's.
+    """What the terms need of the two distributions of every slot; all [B, A, K], float32 or better; zeros where not
+    valid. As ``dspark.kernels.agreement.Figures``.
     """
 
     draft_logprobs_BAK: Tensor
     teacher_logprobs_BAK: Tensor
     divergence_BAK: Tensor
     acceptance_BAK: Tensor
+    agrees_BAK: Tensor
 
 
-def compare(draft_logits_BAKV: Tensor, teacher_logits_BAKV: Tensor, label_ids_BAK: Tensor) -> Agreement:
-    """Compare draft and teacher slot by slot at temperature 1. Nothing else here touches the vocabulary.
-    Shapes: both logits float32 or float64; label_ids_BAK int64. The teacher gets no gradient.
-    """
-    inputs = (draft_logits_BAKV, teacher_logits_BAKV.detach(), label_ids_BAK[..., None])
-    return Agreement(*_Comparison.apply(*inputs))  # type: ignore[no-untyped-call]
+class Teacher(NamedTuple):
+    """What the target says: its head, and its last hidden states at the positions of the batch.
 
-
-class _Comparison(torch.autograd.Function):
-    """The four figures of ``compare`` with their gradient written out: q = softmax(draft), p = softmax(teacher),
-
-        d log q(label) = onehot - q        d KL = q - p        d acceptance = q (c - sum(q c)) / 2, c = sign(p - q)
-
-    Half the passes over the vocabulary, and a third of the memory, of the same formulas left to autograd.
+    The teacher of slot j of the block anchored at p is the state at p + j, which predicts p + j + 1. anchors_BA is on
+    the CPU.
     """
 
-    @staticmethod
-    def forward(ctx: Any, draft_BAKV: Tensor, teacher_BAKV: Tensor, label_BAK1: Tensor) -> tuple[Tensor, ...]:
-        draft_logprobs_BAKV, teacher_logprobs_BAKV = draft_BAKV.log_softmax(-1), teacher_BAKV.log_softmax(-1)
-        labels = (draft_logprobs_BAKV.gather(-1, label_BAK1), teacher_logprobs_BAKV.gather(-1, label_BAK1))
-        p_BAKV = teacher_logprobs_BAKV.exp()
-        divergence_BAK = teacher_logprobs_BAKV.sub_(draft_logprobs_BAKV).mul_(p_BAKV).sum(-1)
-        q_BAKV = draft_logprobs_BAKV.exp_()
-        ctx.save_for_backward(q_BAKV, p_BAKV, label_BAK1)
-        draft_BAK, teacher_BAK = (part.squeeze(-1) for part in labels)
-        ctx.mark_non_differentiable(teacher_BAK)
-        return draft_BAK, teacher_BAK, divergence_BAK, torch.minimum(p_BAKV, q_BAKV).sum(-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, label: Tensor, _: Tensor, divergence: Tensor, acceptance: Tensor
-    ) -> tuple[Tensor, None, None]:
-        q_BAKV, p_BAKV, label_BAK1 = ctx.saved_tensors
-        label_BAK1_grad, divergence_BAK1, acceptance_BAK1 = (g.unsqueeze(-1) for g in (label, divergence, acceptance))
-        grad_BAKV = (p_BAKV - q_BAKV).sign_().mul_(acceptance_BAK1 / 2)
-        inner_BAK1 = torch.linalg.vecdot(grad_BAKV, q_BAKV).unsqueeze(-1)
-        grad_BAKV.add_(divergence_BAK1 - label_BAK1_grad - inner_BAK1).mul_(q_BAKV)
-        grad_BAKV.addcmul_(p_BAKV, divergence_BAK1, value=-1)
-        return grad_BAKV.scatter_add_(-1, label_BAK1, label_BAK1_grad), None, None
-
-
-def teacher_logits(last_hidden_BTD: Tensor, anchors_BA: Tensor, block_size: int, head_VD: Tensor) -> Tensor:
-    """The target's logits for every slot: its head on the last hidden state at p + j, which predicts p + j + 1.
-    Returns: [B, A, K, V], float32 or better.
-    """
-    hidden_BAKD = gather_positions(last_hidden_BTD, slot_positions(anchors_BA, block_size))
-    logits_BAKV = F.linear(hidden_BAKD.to(head_VD.dtype), head_VD)
-    return logits_BAKV.to(torch.promote_types(logits_BAKV.dtype, torch.float32))
+    head_VD: Tensor
+    last_hidden_BTD: Tensor
+    anchors_BA: Tensor
 
 
 def slot_weights(valid_BAK: Tensor, decay_positions: float) -> Tensor:
@@ -139,7 +103,7 @@ def expected_acceptance_ratio(agreement: Agreement, valid_BAK: Tensor) -> Tensor
 
 def objective(
     output: DraftOutput,
-    teacher_logits_BAKV: Tensor,
+    teacher: Teacher,
     targets: BlockTargets,
     section: ObjectiveSection,
     acceptance_weight: float,
@@ -149,15 +113,27 @@ def objective(
 
     Every slot term is sum(weight * term) / (pooled[0] + 1e-6). The acceptance term is the sum over blocks with a valid
     slot of 1 - E / block_size, divided by pooled[1]; E counts valid slots only and block_size is the full width, so a
-    block cut short scores low but its gradient weighs like any other's.
-    Shapes: pooled float64 [2], ``denominators`` summed over ranks and window. acceptance_weight is
+    block cut short scores low but its gradient weighs like any other's. Nothing is computed of slots that are not
+    valid, and the teacher's logits of a position once for all slots of a piece that it teaches.
+    Shapes: targets on the CPU; pooled float64 [2], ``denominators`` summed over ranks and window. acceptance_weight is
     section.acceptance_length after its warm-up; it may be 0.
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
-    agreement = compare(output.logits_BAKV, teacher_logits_BAKV, targets.label_ids_BAK)
-    dtype = agreement.acceptance_BAK.dtype
-    weights_BAK = slot_weights(targets.valid_BAK, section.decay_positions).to(dtype)
+    device = output.hidden_BAKD.device
+    sizes = (teacher.last_hidden_BTD.shape[1], PIECE_NUMBERS[device.type], len(teacher.head_VD))
+    slots = lay_out(targets.valid_BAK, teacher.anchors_BA, *sizes).to(device)
+    dtype = torch.promote_types(output.markov_VR.dtype, torch.float32)
+    local_weight, local_blocks = denominators(targets, section.decay_positions)
+    valid_BAK = targets.valid_BAK.to(device, non_blocking=True)
+    weights_BAK = slot_weights(valid_BAK, section.decay_positions).to(dtype)
     weight, num_blocks = (pooled[0] + EPSILON).to(dtype), pooled[1].clamp(min=1).to(dtype)
+    scales = Scales(weights_BAK, weight, acceptance_weight / num_blocks / valid_BAK.shape[-1])
+    hidden_ND, mixed_NR = (x.flatten(0, 2)[slots.places_N] for x in (output.hidden_BAKD, output.mixed_BAKR))
+    tables = (teacher.head_VD, output.markov_VR, teacher.last_hidden_BTD.flatten(0, 1)[slots.teachers_M])
+    labels_N = targets.label_ids_BAK.to(device, non_blocking=True).flatten()[slots.places_N]
+    price = partial(slopes, section=section, scales=scales, slots=slots)
+    pull, figures = judge(hidden_ND, mixed_NR, *tables, labels_N, slots.pieces, price)
+    agreement = Agreement(*(_on_grid(x_N, slots.places_N, valid_BAK.shape) for x_N in figures))
     terms = {
         "cross_entropy": cross_entropy(agreement, weights_BAK),
         "forward_kl": forward_kl(agreement, weights_BAK),
@@ -166,19 +142,70 @@ def objective(
     if output.confidence_logits_BAK is not None:
         terms["confidence"] = confidence_bce(agreement, output.confidence_logits_BAK, weights_BAK)
     lengths = {
-        "ratio": expected_acceptance_ratio(agreement, targets.valid_BAK),
-        "teacher_forced": expected_acceptance_teacher_forced(agreement, targets.valid_BAK),
+        "ratio": expected_acceptance_ratio(agreement, valid_BAK),
+        "teacher_forced": expected_acceptance_teacher_forced(agreement, valid_BAK),
     }
-    # Terms stay in the graph at a passing weight of 0: data parallel training wants a gradient for every parameter.
-    parts = [getattr(section, k) / weight * v for k, v in terms.items() if getattr(section, k) or k == "confidence"]
-    local_weight, local_blocks = denominators(targets, section.decay_positions)
+    # ``pull``, a zero, carries the gradients of all but the confidence, which torch makes; both stay in the graph at a
+    # passing weight of 0: data parallel training wants a gradient for every parameter.
+    parts = [pull.to(dtype)] + [getattr(section, name) / weight * term for name, term in terms.items()]
     if section.acceptance_length:
-        shortfall = local_blocks.to(dtype) - lengths[section.acceptance_form] / targets.valid_BAK.shape[-1]
+        shortfall = local_blocks.to(dtype) - lengths[section.acceptance_form] / valid_BAK.shape[-1]
         parts.append(acceptance_weight / num_blocks * shortfall)
-    loss = torch.stack(parts).sum() if parts else output.logits_BAKV.sum() * 0
     metrics = {name: (term.detach(), local_weight) for name, term in terms.items()}
     metrics |= {f"expected_acceptance_{form}": (length.detach(), local_blocks) for form, length in lengths.items()}
-    return loss, metrics | slot_metrics(agreement, output.confidence_logits_BAK, targets.valid_BAK, weights_BAK)
+    metrics |= slot_metrics(agreement, output.confidence_logits_BAK, valid_BAK, weights_BAK)
+    return torch.stack(parts).sum(), metrics
+
+
+class Scales(NamedTuple):
+    """The weight of every slot, what their sum is divided by, and what one more accepted draft takes off the loss."""
+
+    weights_BAK: Tensor
+    weight: Tensor
+    length: Tensor
+
+
+def slopes(rows: slice, figures: Figures, *, section: ObjectiveSection, scales: Scales, slots: Slots) -> Slopes:
+    """Derivatives of ``objective`` by the figures of a piece, whose rows are all valid slots of whole blocks.
+
+    The slots of a block are coupled by the acceptance length alone.
+    """
+    places_P = slots.places_N[rows]
+    weights_P = scales.weights_BAK.flatten()[places_P] / scales.weight
+    by_logprob_P = -section.cross_entropy * weights_P
+    by_acceptance_P = -2 * section.total_variation * weights_P
+    if section.acceptance_length:
+        num_slots = scales.weights_BAK.shape[-1]
+        first = slots.blocks[rows.start]
+        places_P, shape = places_P - first * num_slots, (slots.blocks[rows.stop - 1] + 1 - first, num_slots)
+        is_ratio = section.acceptance_form == "ratio"
+        gap_P = figures.draft_logprobs_P - figures.teacher_logprobs_P
+        go_on_P = gap_P.clamp(max=0).exp() if is_ratio else figures.acceptance_P
+        grids = (_on_grid(x_P, places_P, shape) for x_P in (figures.acceptance_P, go_on_P))
+        by_step_P, by_go_on_P = (x_AK.flatten()[places_P] * scales.length for x_AK in length_slopes(*grids))
+        by_acceptance_P = by_acceptance_P - by_step_P - (0 if is_ratio else by_go_on_P)
+        if is_ratio:
+            by_logprob_P = by_logprob_P - by_go_on_P * go_on_P * (gap_P <= 0)
+    return Slopes(by_logprob_P, section.forward_kl * weights_P, by_acceptance_P)
+
+
+def length_slopes(step_AK: Tensor, go_on_AK: Tensor) -> tuple[Tensor, Tensor]:
+    """Derivatives of ``_expected_length`` by every step and every go_on, both 0 where a slot is not valid.
+
+    By step k: prod_{i<k} go_on_i. By go_on j: that of j, times t_j = step_{j+1} + go_on_{j+1} t_{j+1}.
+    Source: specs/dspark.md 5.1, the form without divisions.
+    """
+    reach_AK = torch.cat((torch.ones_like(go_on_AK[:, :1]), go_on_AK[:, :-1]), 1).cumprod(1)
+    tail_A, tails = torch.zeros_like(step_AK[:, 0]), []
+    for slot in range(step_AK.shape[1] - 1, -1, -1):
+        tails.append(tail_A)
+        tail_A = step_AK[:, slot] + go_on_AK[:, slot] * tail_A
+    return reach_AK, reach_AK * torch.stack(tails[::-1], 1)
+
+
+def _on_grid(x_N: Tensor, places_N: Tensor, shape: Sequence[int]) -> Tensor:
+    """Numbers of slots at their places, zero elsewhere."""
+    return x_N.new_zeros(math.prod(shape)).index_put((places_N,), x_N).view(*shape)
 
 
 @torch.no_grad()
@@ -187,7 +214,8 @@ def slot_metrics(
 ) -> Metrics:
     """Figures over valid slots, as (numerator, denominator) pairs.
 
-    ``conditional_acceptance_k``: mean acceptance of slot k given that the slots before it were accepted.
+    ``conditional_acceptance_k``: mean acceptance of slot k given that the slots before it were accepted;
+    ``argmax_agreement``: how often both laws have a most likely token in common.
     ``confidence_bias`` and ``confidence_abs_error``: weighted mean and mean size of confidence - acceptance;
     ``confidence_cumprod_bias`` compares the products of both over the slots so far. Source: DeepSpec's training log.
     """
@@ -195,6 +223,7 @@ def slot_metrics(
     counts_K = valid_BAK.sum((0, 1))
     sums_K = (acceptance_BAK * valid_BAK).sum((0, 1))
     metrics = {f"conditional_acceptance_{k}": (sums_K[k], counts_K[k]) for k in range(len(counts_K))}
+    metrics["argmax_agreement"] = (agreement.agrees_BAK.sum(), counts_K.sum())
     if confidence_logits_BAK is None:
         return metrics
     confidence_BAK = confidence_logits_BAK.sigmoid()

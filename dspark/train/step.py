@@ -16,7 +16,7 @@ from dspark.draft.anchors import BlockTargets, block_targets
 from dspark.draft.model import DraftModel
 from dspark.errors import TrainingError
 from dspark.train.batches import Batch
-from dspark.train.objective import Metrics, denominators, objective, teacher_logits
+from dspark.train.objective import Metrics, Teacher, denominators, objective
 from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
 
 
@@ -52,7 +52,7 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     for place, (batch, target) in enumerate(zip(window, targets, strict=True)):
         is_last = place == len(window) - 1
         with _gradient_exchange(learner, is_last):
-            loss, found = _loss(learner, batch.to(device), target, pooled, step)
+            loss, found = _loss(learner, batch, target, pooled, step)
             if learner.engine:
                 learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
             else:
@@ -72,13 +72,12 @@ def _targets(batch: Batch, block_size: int) -> BlockTargets:
 
 
 def _loss(learner: Learner, batch: Batch, targets: BlockTargets, pooled: Tensor, step: int) -> tuple[Tensor, Metrics]:
-    section, block_size, device = learner.run.objective, learner.run.draft.block_size, pooled.device
-    output = learner.wrapped(batch.ids_BT, batch.taps_BTLD, batch.anchors_BA, batch.keep_BA)
+    section, here = learner.run.objective, batch.to(pooled.device)
+    output = learner.wrapped(here.ids_BT, here.taps_BTLD, here.anchors_BA, here.keep_BA)
     assert learner.draft.head_VD is not None
-    with torch.no_grad():
-        teacher_BAKV = teacher_logits(batch.last_hidden_BTD, batch.anchors_BA, block_size, learner.draft.head_VD)
-    here = BlockTargets(targets.label_ids_BAK.to(device), targets.valid_BAK.to(device))
-    return objective(output, teacher_BAKV, here, section, acceptance_weight(step, section), pooled)
+    teacher = Teacher(learner.draft.head_VD, here.last_hidden_BTD, batch.anchors_BA)
+    with learner.accelerator.autocast():
+        return objective(output, teacher, targets, section, acceptance_weight(step, section), pooled)
 
 
 def _gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from agreeing import logits_of
 from golden_draft import CASES, DTYPES, GoldenCase, close, golden_case
 from torch import Tensor, nn
 
@@ -118,9 +119,9 @@ def test_a_planted_mistake_gives_the_wrong_number_and_we_do_not(
     wrong_KV = torch.tensor(wrong[f"y_wrong_{mistake}"]["biased_logits_of_shown_block"]).double()
     sequence, block = wrong["shown_block"]["sequence"], wrong["shown_block"]["block"]
     slots = case.valid_BAK[sequence, block]
-    assert (case.forward().logits_BAKV[sequence, block] - wrong_KV)[slots].abs().max() > 0.1
+    assert (case.logits()[sequence, block] - wrong_KV)[slots].abs().max() > 0.1
     MISTAKES[mistake](case, monkeypatch)
-    planted_KV = case.forward().logits_BAKV[sequence, block]
+    planted_KV = case.logits()[sequence, block]
     torch.testing.assert_close(planted_KV[slots], wrong_KV[slots], rtol=1e-6, atol=1e-6)
 
 
@@ -136,7 +137,10 @@ def test_every_mistake_of_the_forward_pass_in_the_golden_file_is_planted(dspark_
 
 def _gradient_of_block(case: GoldenCase, sequence: int, block: int, inputs: Tensor, draft: Any) -> Tensor:
     output = draft(case.ids_BT, inputs, case.anchors_BA, case.keep_BA)
-    scalar = output.logits_BAKV[sequence, block].square().sum() + output.confidence_logits_BAK[sequence, block].sum()
+    scalar = (
+        logits_of(case.draft, output)[sequence, block].square().sum()
+        + output.confidence_logits_BAK[sequence, block].sum()
+    )
     (gradient,) = torch.autograd.grad(scalar, inputs)
     return gradient
 
@@ -153,7 +157,7 @@ def test_a_block_depends_on_all_taps_before_its_anchor_and_on_no_other(case: Gol
 
 
 def test_changing_later_taps_or_another_block_leaves_a_block_unchanged_bit_for_bit(case: GoldenCase) -> None:
-    before = case.forward()
+    before_BAKV = case.logits()
     anchor = int(case.anchors_BA[0, 2])
     case.states_BTLD = case.states_BTLD.clone()
     case.states_BTLD[0, anchor:] = 7.0
@@ -165,41 +169,44 @@ def test_changing_later_taps_or_another_block_leaves_a_block_unchanged_bit_for_b
     case.anchors_BA[0, [0, 1, 3, 4]] = torch.tensor([12, 3, 9, 11])
     case.keep_BA = case.keep_BA.clone()
     case.keep_BA[0, 4] = False
-    after = case.forward()
-    assert torch.equal(before.logits_BAKV[0, 2], after.logits_BAKV[0, 2])
-    assert not torch.equal(before.logits_BAKV[0, 3], after.logits_BAKV[0, 3])
+    after_BAKV = case.logits()
+    assert torch.equal(before_BAKV[0, 2], after_BAKV[0, 2])
+    assert not torch.equal(before_BAKV[0, 3], after_BAKV[0, 3])
 
 
 def test_padding_behind_a_sequence_changes_nothing(case: GoldenCase) -> None:
-    before = case.forward()
+    before_BAKV = case.logits()
     for filling in (0.0, 1000.0):
         padding_BTLD = torch.full((2, 6, *case.states_BTLD.shape[2:]), filling, dtype=torch.float64)
         ids_BT = torch.cat([case.ids_BT, torch.full((2, 6), 60)], 1)
         taps_BTLD = torch.cat([case.taps(), padding_BTLD[:, :, :3]], 1)
         after = case.draft(ids_BT, taps_BTLD, case.anchors_BA, case.keep_BA)
-        torch.testing.assert_close(after.logits_BAKV[case.valid_BAK], before.logits_BAKV[case.valid_BAK])
+        after_BAKV = logits_of(case.draft, after)
+        torch.testing.assert_close(after_BAKV[case.valid_BAK], before_BAKV[case.valid_BAK])
 
 
 def test_what_a_padding_block_says_is_finite_and_so_is_its_gradient(case: GoldenCase) -> None:
     case.keep_BA = torch.zeros_like(case.keep_BA)
-    output = case.forward()
-    assert output.logits_BAKV.isfinite().all()
-    output.logits_BAKV.square().sum().backward()
+    logits_BAKV = case.logits()
+    assert logits_BAKV.isfinite().all()
+    logits_BAKV.square().sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in case.draft.parameters())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_and_autocast_stay_near_float32(dspark_golden: dict[str, Any], name: str) -> None:
-    exact_BAKV = golden_case(dspark_golden, name, torch.float64).forward().logits_BAKV
+    exact_BAKV = golden_case(dspark_golden, name, torch.float64).logits()
     case = golden_case(dspark_golden, name, torch.bfloat16)
     low = case.forward()
     other = golden_case(dspark_golden, name, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         cast = other.forward()
-    cast.logits_BAKV.square().mean().backward()
-    for output in (low, cast):
-        assert output.logits_BAKV.dtype == output.confidence_logits_BAK.dtype == torch.float32
-        assert (output.logits_BAKV - exact_BAKV)[case.valid_BAK].abs().max() < 0.15
+    logits_of(other.draft, cast).square().mean().backward()
+    for each, output in ((case, low), (other, cast)):
+        assert output.confidence_logits_BAK is not None
+        assert output.confidence_logits_BAK.dtype == torch.float32
+        logits_BAKV = logits_of(each.draft, output)
+        assert (logits_BAKV - exact_BAKV)[case.valid_BAK].abs().max() < 0.15
 
 
 def test_tables_of_another_target_are_refused(case: GoldenCase) -> None:
@@ -215,7 +222,7 @@ def test_bound_tables_are_frozen_shared_and_never_saved(case: GoldenCase) -> Non
     case.draft.bind(table_VD, table_VD)
     assert case.draft.head_VD is not None
     assert case.draft.head_VD.data_ptr() == table_VD.data_ptr()
-    case.forward().logits_BAKV.sum().backward()
+    case.logits().sum().backward()
     assert table_VD.grad is None
     assert not any("VD" in name or "lm_head" in name or "embed_tokens" in name for name in case.draft.state_dict())
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from agreeing import compare, plain_loss, teacher_logits
 from golden_draft import CASES, DTYPES, LOSSES, GoldenCase, close, golden_case
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from dspark.train import objective as room
 from dspark.train.objective import (
     Agreement,
     Metrics,
-    compare,
+    Teacher,
     confidence_bce,
     cross_entropy,
     denominators,
@@ -26,7 +27,6 @@ from dspark.train.objective import (
     forward_kl,
     objective,
     slot_weights,
-    teacher_logits,
     total_variation,
 )
 
@@ -73,8 +73,9 @@ def test_acceptance_metrics_and_estimates_are_deepspecs(
     valid_BAK = targets.valid_BAK
     weights_BAK = slot_weights(valid_BAK, 4.0)
     close(weights_BAK, case.shared["loss_weights"])
-    close(case.teacher()[valid_BAK], torch.tensor(case.shared["teacher_logits"]).double()[valid_BAK])
-    found = compare(case.forward().logits_BAKV, case.teacher(), targets.label_ids_BAK)
+    teacher_BAKV = teacher_logits(case.teacher(), 5)
+    close(teacher_BAKV[valid_BAK], torch.tensor(case.shared["teacher_logits"]).double()[valid_BAK])
+    found = compare(case.logits(), teacher_BAKV, targets.label_ids_BAK)
     close(found.acceptance_BAK[valid_BAK], torch.tensor(case.expected["accept_rate"]).double()[valid_BAK])
     close(found.divergence_BAK[valid_BAK], torch.tensor(acceptance["kl"]).double()[valid_BAK])
     for b in range(2):
@@ -106,30 +107,43 @@ def test_acceptance_metrics_and_estimates_are_deepspecs(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_with_respect_to_the_logits_are_deepspecs(dspark_golden: dict[str, Any], dtype: torch.dtype) -> None:
     case = golden_case(dspark_golden, "mha_vanilla", dtype)
-    targets, output = case.targets(), case.forward()
-    weights_BAK = slot_weights(targets.valid_BAK, 4.0).to(dtype)
-    weight, num_blocks = denominators(targets, 4.0).to(dtype)
-    logits_BAKV = output.logits_BAKV.detach().requires_grad_()
-    found = compare(logits_BAKV, case.teacher(), targets.label_ids_BAK)
-    total, _ = objective(
-        DraftOutput(output.hidden_BAKD, logits_BAKV, output.confidence_logits_BAK),
-        case.teacher(),
-        targets,
-        DEEPSPEC,
-        0.0,
-        denominators(targets, 4.0),
-    )
-    scalars = {
-        "total": total,
-        "e_tf": expected_acceptance_teacher_forced(found, targets.valid_BAK) / num_blocks,
-        "e_ratio": expected_acceptance_ratio(found, targets.valid_BAK) / num_blocks,
-        "kl_weighted": forward_kl(found, weights_BAK) / (weight + 1e-6),
+    output, teacher = case.forward(), case.teacher()
+    logits_BAKV = case.logits().detach().requires_grad_()
+    states_BTV = teacher.last_hidden_BTD @ teacher.head_VD.T
+    bare = DraftOutput(logits_BAKV, output.mixed_BAKR * 0, output.markov_VR, output.confidence_logits_BAK)
+    eye = Teacher(torch.eye(logits_BAKV.shape[-1], dtype=dtype), states_BTV, case.anchors_BA)
+    nothing = dict.fromkeys(LOSSES, 0.0)
+    length = nothing | {"acceptance_length": 1.0}
+    sections = {
+        "total": (DEEPSPEC, 0.0, 1),
+        "e_tf": (ObjectiveSection(**length, acceptance_form="teacher_forced"), 1.0, -5),
+        "e_ratio": (ObjectiveSection(**length), 1.0, -5),
+        "kl_weighted": (ObjectiveSection(**nothing | {"forward_kl": 1.0}), 0.0, 1),
     }
     expected = case.expected["gradient_wrt_biased_logits"]
-    assert set(scalars) == set(expected)
-    for name, scalar in scalars.items():
-        (gradient_BAKV,) = torch.autograd.grad(scalar, logits_BAKV, retain_graph=True)
+    assert set(sections) == set(expected)
+    for name, (section, weight, factor) in sections.items():
+        loss, _ = objective(bare, eye, case.targets(), section, weight, denominators(case.targets(), 4.0))
+        (gradient_BAKV,) = torch.autograd.grad(factor * loss, logits_BAKV)
         close(gradient_BAKV, expected[name], atol_float32=2e-4 * float(torch.tensor(expected[name]).abs().max()))
+
+
+@pytest.mark.parametrize("form", ["ratio", "teacher_forced"])
+@pytest.mark.parametrize("numbers", [1, 700, 1 << 20])
+def test_loss_and_gradients_are_autograds_however_the_slots_are_cut(
+    dspark_golden: dict[str, Any], form: str, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(room.PIECE_NUMBERS, "cpu", numbers)
+    case = golden_case(dspark_golden, "mha_rnn", torch.float64)
+    section = EVERYTHING.model_copy(update={"acceptance_length": 0.5, "acceptance_form": form})
+    inputs = (case.teacher(), case.targets(), section, 0.4, denominators(case.targets(), 4.0))
+    parameters = list(case.draft.parameters())
+    loss, _ = objective(case.forward(), *inputs)
+    plain = plain_loss(case.forward(), *inputs)
+    assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-12)
+    gradients = (torch.autograd.grad(x, parameters) for x in (loss, plain))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,10 +181,8 @@ def _labels(case: GoldenCase, shift: int) -> BlockTargets:
     return BlockTargets(gather_positions(case.ids_BT, positions_BAK), alone_BAK.long().cumprod(-1).bool())
 
 
-def _teacher(case: GoldenCase, shift: int) -> Tensor:
-    moved_BTD = case.last_hidden_BTD[:, (torch.arange(23) + shift).clamp(0, 22)]
-    assert case.draft.head_VD is not None
-    return teacher_logits(moved_BTD, case.anchors_BA, 5, case.draft.head_VD)
+def _teacher(case: GoldenCase, shift: int) -> Teacher:
+    return case.teacher(case.last_hidden_BTD[:, (torch.arange(23) + shift).clamp(0, 22)])
 
 
 def _mask_without_product(case: GoldenCase) -> BlockTargets:
@@ -179,25 +191,18 @@ def _mask_without_product(case: GoldenCase) -> BlockTargets:
     return replace(case.targets(), valid_BAK=alone_BAK)
 
 
-def _pre_norm(case: GoldenCase) -> Tensor:
-    assert case.draft.head_VD is not None
-    return teacher_logits(case.pre_norm_BTD, case.anchors_BA, 5, case.draft.head_VD)
-
-
-def _deepspec_teacher(case: GoldenCase) -> Tensor:
+def _deepspec_teacher(case: GoldenCase) -> Teacher:
     """A slot past the end reads the row before the last, as in DeepSpec: a mistake may count such a slot."""
-    rows_T = torch.arange(23).clamp(max=21)
-    assert case.draft.head_VD is not None
-    return teacher_logits(case.last_hidden_BTD[:, rows_T], case.anchors_BA, 5, case.draft.head_VD)
+    return case.teacher(case.last_hidden_BTD[:, torch.arange(23).clamp(max=21)])
 
 
-Planted = tuple[BlockTargets, Tensor, ObjectiveSection]
+Planted = tuple[BlockTargets, Teacher, ObjectiveSection]
 MISTAKES: dict[str, Callable[[GoldenCase], Planted]] = {
     "labels_one_late": lambda case: (_labels(case, +1), _deepspec_teacher(case), DEEPSPEC),
     "labels_one_early": lambda case: (_labels(case, -1), _deepspec_teacher(case), DEEPSPEC),
     "teacher_one_late": lambda case: (case.targets(), _teacher(case, +1), DEEPSPEC),
     "teacher_one_early": lambda case: (case.targets(), _teacher(case, -1), DEEPSPEC),
-    "teacher_pre_norm": lambda case: (case.targets(), _pre_norm(case), DEEPSPEC),
+    "teacher_pre_norm": lambda case: (case.targets(), case.teacher(case.pre_norm_BTD), DEEPSPEC),
     "mask_without_cumulative_product": lambda case: (_mask_without_product(case), case.teacher(), DEEPSPEC),
     "l1_halved": lambda case: (case.targets(), case.teacher(), DEEPSPEC.model_copy(update={"total_variation": 0.45})),
     "decay_is_block_size": lambda case: (
@@ -214,9 +219,9 @@ def test_a_planted_mistake_gives_the_wrong_number(dspark_golden: dict[str, Any],
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
     right = float(scored(case)[0].detach())
     wrong = case.expected["wrong"][f"y_wrong_{mistake}"]
-    targets, teacher_BAKV, section = MISTAKES[mistake](case)
+    targets, teacher, section = MISTAKES[mistake](case)
     pooled = denominators(targets, section.decay_positions)
-    loss, _ = objective(case.forward(), teacher_BAKV, targets, section, 0.0, pooled)
+    loss, _ = objective(case.forward(), teacher, targets, section, 0.0, pooled)
     assert float(loss.detach()) == pytest.approx(wrong["total"], rel=1e-6)
     assert abs(right - wrong["total"]) > 2e-4
 
@@ -233,10 +238,12 @@ def test_a_planted_detaching_mistake_gives_the_wrong_gradients(
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
     if mistake == "confidence_label_not_detached":
         monkeypatch.setattr(room, "confidence_bce", _attached)
+        pooled = denominators(case.targets(), 4.0)
+        plain_loss(case.forward(), case.teacher(), case.targets(), DEEPSPEC, 0.0, pooled).backward()
     else:
         forward = ConfidenceHead.forward
         monkeypatch.setattr(ConfidenceHead, "forward", lambda head, h, e: forward(head, h.detach(), e.detach()))
-    scored(case)[0].backward()
+        scored(case)[0].backward()
     found = {key: float(p.grad.norm()) for key, p in case.draft.named_parameters() if p.grad is not None}
     wrong = case.expected["wrong"][f"y_wrong_{mistake}"]["gradient_l2_norms"]
     assert found == {key: pytest.approx(value, rel=1e-6) for key, value in wrong.items()}
@@ -246,7 +253,7 @@ def test_planted_mistakes_of_the_expected_acceptance_give_the_wrong_numbers(dspa
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
     targets = case.targets()
     valid_BAK, num_blocks = targets.valid_BAK, float(targets.valid_BAK[..., 0].sum())
-    found = compare(case.forward().logits_BAKV, _deepspec_teacher(case), targets.label_ids_BAK)
+    found = compare(case.logits(), teacher_logits(_deepspec_teacher(case), 5), targets.label_ids_BAK)
     inverted = found._replace(
         draft_logprobs_BAK=found.teacher_logprobs_BAK, teacher_logprobs_BAK=found.draft_logprobs_BAK
     )
@@ -310,7 +317,7 @@ def test_the_teacher_of_a_slot_predicts_the_slots_label_and_no_neighbour(dspark_
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
     following_BT = case.ids_BT[:, (torch.arange(23) + 1).clamp(max=22)]
     certain_BTV = torch.nn.functional.one_hot(following_BT, 61).double()
-    said_BAK = teacher_logits(certain_BTV, case.anchors_BA, 5, torch.eye(61).double()).argmax(-1)
+    said_BAK = teacher_logits(Teacher(torch.eye(61).double(), certain_BTV, case.anchors_BA), 5).argmax(-1)
     for shift in (-1, 0, 1):
         labels_BAK = _labels(case, shift).label_ids_BAK
         agreeing = (said_BAK == labels_BAK)[case.valid_BAK].double().mean()
@@ -343,7 +350,8 @@ def test_micro_steps_with_pooled_denominators_sum_to_the_whole_batch(dspark_gold
     for b in (slice(0, 1), slice(1, 2)):
         output = parts.draft(parts.ids_BT[b], parts.taps()[b], parts.anchors_BA[b], parts.keep_BA[b])
         part = BlockTargets(targets.label_ids_BAK[b], targets.valid_BAK[b])
-        found, found_metrics = objective(output, parts.teacher()[b], part, EVERYTHING, 0.5, pooled)
+        teacher = Teacher(parts.teacher().head_VD, parts.last_hidden_BTD[b], parts.anchors_BA[b])
+        found, found_metrics = objective(output, teacher, part, EVERYTHING, 0.5, pooled)
         found.backward()
         total += float(found.detach())
         sums = {name: sums[name] + torch.stack([each.double() for each in found_metrics[name]]) for name in sums}
@@ -382,11 +390,11 @@ def test_the_teacher_gets_no_gradient_and_an_unweighted_confidence_head_gets_zer
     dspark_golden: dict[str, Any],
 ) -> None:
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
-    targets, teacher_BAKV = case.targets(), case.teacher().requires_grad_()
+    targets, teacher = case.targets(), case.teacher(case.last_hidden_BTD.clone().requires_grad_())
     section = EVERYTHING.model_copy(update={"confidence": 0.0})
-    loss, _ = objective(case.forward(), teacher_BAKV, targets, section, 0.5, denominators(targets, 4.0))
+    loss, _ = objective(case.forward(), teacher, targets, section, 0.5, denominators(targets, 4.0))
     loss.backward()
-    assert teacher_BAKV.grad is None
+    assert teacher.last_hidden_BTD.grad is None
     for parameter in case.draft.parameters():
         assert parameter.grad is not None
     assert case.draft.confidence_head is not None

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from agreeing import compare
 from torch import Tensor
 
 from dspark.train.objective import (
     Agreement,
-    compare,
     expected_acceptance_ratio,
     expected_acceptance_teacher_forced,
 )

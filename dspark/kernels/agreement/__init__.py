@@ -1,0 +1,99 @@
+"""A draft against its teacher over the whole vocabulary, piece by piece: figures, and gradients in the same pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dspark.kernels.agreement import reference
+from dspark.kernels.agreement.reference import Figures, Slopes
+
+__all__ = ["Figures", "Piece", "Price", "Slopes", "judge"]
+
+
+class Piece(NamedTuple):
+    """Rows whose logits are on hand together: a range of rows, a range of teacher rows, and of each row its place in
+    that range (integers on the device).
+    """
+
+    rows: slice
+    teachers: slice
+    teacher_rows_P: Tensor
+
+
+Price = Callable[[slice, Figures], Slopes]
+"""Given a piece's rows and figures, the derivatives of the loss by them."""
+
+
+def judge(
+    hidden_ND: Tensor,
+    mixed_NR: Tensor,
+    head_VD: Tensor,
+    markov_VR: Tensor,
+    teacher_MD: Tensor,
+    labels_N: Tensor,
+    pieces: Sequence[Piece],
+    price: Price,
+) -> tuple[Tensor, Figures]:
+    """Figures of N rows, and a zero that carries the loss's gradient into hidden_ND, mixed_NR and markov_VR.
+
+    A row's draft logits are ``head hidden + markov mixed``, its teacher's ``head teacher``; of both only a piece exists
+    at a time, in autocast's dtype or else in that of markov_VR. ``price`` is asked for a piece's slopes while its
+    logits are on hand, so the gradients are made in the forward pass and the logits never again. Add the zero to the
+    loss that ``price`` prices. The head and the teacher are constants.
+    Shapes: labels_N integers below V; pieces cover all rows in order. Returns: a scalar, figures of N rows, constants.
+    Source: gradients in the forward pass of a chunked loss: Liger Kernel (arXiv 2410.10989) section 3.2.
+    """
+    pull, *figures = _Judged.apply(hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N, pieces, price)
+    return pull, Figures(*figures)
+
+
+class _Judged(torch.autograd.Function):
+    """Forward makes the gradients; backward multiplies them by the scalar that comes in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, mixed_NR: Tensor, head_VD: Tensor, markov_VR: Tensor, teacher_MD: Tensor,
+        labels_N: Tensor, pieces: Sequence[Piece], price: Price,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        kind = hidden_ND.device.type
+        is_low = torch.is_autocast_enabled(kind)
+        work = torch.get_autocast_dtype(kind) if is_low else markov_VR.dtype
+        compare, gradient = _forms(hidden_ND)
+        head, markov = head_VD.to(work) if is_low else head_VD, markov_VR.to(work)
+        by_hidden_ND, by_mixed_NR = torch.empty_like(hidden_ND), torch.empty_like(mixed_NR)
+        by_markov_VR = torch.zeros_like(markov_VR, dtype=torch.promote_types(markov_VR.dtype, torch.float32))
+        wide = torch.promote_types(work, torch.float32)
+        figures_5N = torch.empty(len(Figures._fields), len(hidden_ND), dtype=wide, device=hidden_ND.device)
+        with torch.autocast(kind, enabled=False):
+            for rows, teachers, teacher_rows_P in pieces:
+                mixed_PR = mixed_NR[rows].to(work)
+                draft_PV = functional.linear(hidden_ND[rows].to(head.dtype), head).to(work)
+                draft_PV.addmm_(mixed_PR, markov.T)
+                teacher_MV = functional.linear(teacher_MD[teachers].to(head.dtype), head).to(work)
+                figures, kept = compare(draft_PV, teacher_MV, teacher_rows_P, labels_N[rows])
+                gradient_PV = gradient(kept, price(rows, figures)).to(work)
+                by_hidden_ND[rows] = (gradient_PV.to(head.dtype) @ head).to(by_hidden_ND.dtype)
+                by_mixed_NR[rows] = (gradient_PV @ markov).to(by_mixed_NR.dtype)
+                by_markov_VR += gradient_PV.T @ mixed_PR
+                figures_5N[:, rows] = torch.stack(figures)
+                del draft_PV, teacher_MV, kept, gradient_PV  # before the next piece's are made
+        ctx.save_for_backward(by_hidden_ND, by_mixed_NR, by_markov_VR.to(markov_VR.dtype))
+        outputs = figures_5N.unbind()
+        ctx.mark_non_differentiable(*outputs)
+        return torch.zeros((), dtype=wide, device=hidden_ND.device), *outputs
+
+    @staticmethod
+    def backward(ctx: Any, pull: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, mixed, markov = (gradient * pull.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return hidden, mixed, None, markov, None, None, None, None
+
+
+def _forms(x: Tensor) -> tuple[Any, Any]:
+    if not x.is_cuda:
+        return reference.compare, reference.gradient
+    from dspark.kernels.agreement import kernel  # Triton, which a CPU may lack
+
+    return kernel.compare, kernel.gradient

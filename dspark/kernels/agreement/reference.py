@@ -1,0 +1,67 @@
+"""How far a draft's law is from its teacher's, row by row, and the gradient by the draft's logits, defined.
+
+P rows of a piece, M teacher rows, of which several rows may share one.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Figures(NamedTuple):
+    """What a loss needs of the two laws of every row; float32 or better.
+
+    The log-probabilities are the label's; divergence is KL(teacher || draft); acceptance, one minus the total
+    variation, is sum_v min(p, q); agrees is 1 where some token is the most likely one of both, else 0.
+    """
+
+    draft_logprobs_P: Tensor
+    teacher_logprobs_P: Tensor
+    divergence_P: Tensor
+    acceptance_P: Tensor
+    agrees_P: Tensor
+
+
+class Slopes(NamedTuple):
+    """Derivatives of a loss by a row's draft_logprob, divergence and acceptance."""
+
+    logprobs_P: Tensor
+    divergence_P: Tensor
+    acceptance_P: Tensor
+
+
+def compare(draft_PV: Tensor, teacher_MV: Tensor, teacher_rows_P: Tensor, labels_P: Tensor) -> tuple[Figures, Any]:
+    """Compare rows at temperature 1. Returns the figures, and what ``gradient`` keeps of the two laws.
+    Shapes: logits of any float dtype; teacher_rows_P and labels_P integers.
+    """
+    label_P1 = labels_P.long()[:, None]
+    wide = torch.promote_types(draft_PV.dtype, torch.float32)
+    draft_logprobs_PV = draft_PV.log_softmax(-1, dtype=wide)
+    teacher_logprobs_PV = teacher_MV.log_softmax(-1, dtype=wide)[teacher_rows_P]
+    label_q_P, label_p_P = (x_PV.gather(1, label_P1)[:, 0] for x_PV in (draft_logprobs_PV, teacher_logprobs_PV))
+    is_top_PV = (draft_PV == draft_PV.amax(1, keepdim=True)) & (teacher_MV == teacher_MV.amax(1, keepdim=True))[
+        teacher_rows_P
+    ]
+    agrees_P = is_top_PV.any(1).to(wide)
+    p_PV = teacher_logprobs_PV.exp()
+    divergence_P = torch.linalg.vecdot(teacher_logprobs_PV.sub_(draft_logprobs_PV), p_PV)
+    q_PV = draft_logprobs_PV.exp_()
+    acceptance_P = torch.minimum(p_PV, q_PV).sum(1)
+    return Figures(label_q_P, label_p_P, divergence_P, acceptance_P, agrees_P), (q_PV, p_PV, label_P1)
+
+
+def gradient(kept: Any, slopes: Slopes) -> Tensor:
+    """The loss's gradient with respect to the draft's logits, [P, V]: with q = draft, p = teacher,
+
+        d log q(label) = onehot - q        d KL = q - p        d acceptance = q (c - sum(q c)) / 2, c = sign(p - q)
+
+    What was kept is used up.
+    """
+    q_PV, p_PV, label_P1 = kept
+    logprob_P1, divergence_P1, acceptance_P1 = (slope_P[:, None] for slope_P in slopes)
+    gradient_PV: Tensor = (p_PV - q_PV).sign_().mul_(acceptance_P1 / 2)
+    inner_P1 = torch.linalg.vecdot(gradient_PV, q_PV)[:, None]
+    gradient_PV.add_(divergence_P1 - logprob_P1 - inner_P1).mul_(q_PV)
+    gradient_PV.addcmul_(p_PV, divergence_P1, value=-1)
+    return gradient_PV.scatter_add_(1, label_P1, logprob_P1)

@@ -1,0 +1,206 @@
+"""Draft against teacher over a vocabulary: definition, kernel, and gradients made in the forward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernels.compiling import compile_sm90
+
+from dspark.kernels import agreement
+from dspark.kernels.agreement import Figures, Piece, Slopes, kernel, reference
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a real vocabulary in bf16 needs a GPU")
+CEILING = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+
+
+def random_rows(
+    num_rows: int, vocab_size: int, device: torch.device, dtype: torch.dtype, spread: float = 2.0
+) -> list[torch.Tensor]:
+    """Logits of a draft and of fewer teacher rows, which rows share, and labels."""
+    generator = torch.Generator().manual_seed(num_rows * vocab_size)
+    num_teachers = max(1, num_rows * 2 // 3)
+    logits = [
+        (spread * torch.randn(n, vocab_size, generator=generator)).to(device, dtype) for n in (num_rows, num_teachers)
+    ]
+    rows_P = torch.randint(num_teachers, (num_rows,), generator=generator)
+    return [*logits, rows_P.to(device), torch.randint(vocab_size, (num_rows,), generator=generator).to(device)]
+
+
+def random_slopes(num_rows: int, device: torch.device, dtype: torch.dtype) -> Slopes:
+    generator = torch.Generator().manual_seed(num_rows)
+    return Slopes(*torch.randn(3, num_rows, generator=generator).to(device, dtype))
+
+
+def by_autograd(draft_PV: torch.Tensor, teacher_MV: torch.Tensor, rows_P: torch.Tensor, labels_P: torch.Tensor) -> Any:
+    """The figures with gradients."""
+    q_PV, p_PV = draft_PV.log_softmax(1), teacher_MV.log_softmax(1)[rows_P]
+    labels = [x_PV.gather(1, labels_P[:, None])[:, 0] for x_PV in (q_PV, p_PV)]
+    divergence_P = (p_PV.exp() * (p_PV - q_PV)).sum(1)
+    return Figures(*labels, divergence_P, torch.minimum(p_PV.exp(), q_PV.exp()).sum(1), torch.zeros_like(divergence_P))
+
+
+def far(actual: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((actual.double() - truth).norm() / truth.norm().clamp(min=1e-2))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 257])
+def test_the_definition_is_autograds(vocab_size: int) -> None:
+    draft_PV, *others = random_rows(7, vocab_size, torch.device("cpu"), torch.float64)
+    draft_PV.requires_grad_()
+    expected = by_autograd(draft_PV, *others)
+    slopes = random_slopes(7, torch.device("cpu"), torch.float64)
+    (gradient_PV,) = torch.autograd.grad(
+        (slopes.logprobs_P * expected[0] + slopes.divergence_P * expected[2] + slopes.acceptance_P * expected[3]).sum(),
+        draft_PV,
+    )
+    figures, kept = reference.compare(draft_PV.detach(), *others)
+    for found, right in zip(figures[:4], expected[:4], strict=True):
+        torch.testing.assert_close(found, right.detach(), rtol=1e-12, atol=1e-13)
+    assert torch.equal(figures.agrees_P, (draft_PV.argmax(1) == others[0].argmax(1)[others[1]]).double())
+    torch.testing.assert_close(reference.gradient(kept, slopes), gradient_PV, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("figure", [0, 2, 3])
+def test_every_slope_is_a_finite_difference(figure: int) -> None:
+    draft_PV, *others = random_rows(2, 9, torch.device("cpu"), torch.float64)
+    weights = [torch.tensor([1.0, -2.0]).double() if i == figure else torch.zeros(2).double() for i in (0, 2, 3)]
+
+    def value(logits_PV: torch.Tensor) -> float:
+        return float((torch.tensor([1.0, -2.0]) * reference.compare(logits_PV, *others)[0][figure]).sum())
+
+    found_PV = reference.gradient(reference.compare(draft_PV, *others)[1], Slopes(*weights))
+    for index in range(draft_PV.numel()):
+        step_PV = torch.zeros_like(draft_PV)
+        step_PV.view(-1)[index] = 1e-6
+        difference = (value(draft_PV + step_PV) - value(draft_PV - step_PV)) / 2e-6
+        assert float(found_PV.reshape(-1)[index]) == pytest.approx(difference, rel=1e-5, abs=1e-8)
+
+
+def check(inputs: list[torch.Tensor]) -> None:
+    """Kernel: no further from the float64 definition than torch in float32, and under the ceiling."""
+    draft_PV, dtype = inputs[0], inputs[0].dtype
+    exact = [x.double() if x.is_floating_point() else x for x in inputs]
+    slopes = random_slopes(len(draft_PV), draft_PV.device, torch.float32)
+    truth, kept = reference.compare(*exact)
+    truth_PV = reference.gradient(kept, Slopes(*(x.double() for x in slopes)))
+    theirs, kept = reference.compare(*inputs)
+    theirs_PV = reference.gradient(kept, slopes).to(dtype)
+    found, kept = kernel.compare(*inputs)
+    found_PV = kernel.gradient(kept, slopes)
+    assert found_PV.data_ptr() == draft_PV.data_ptr()
+    assert found_PV.dtype == dtype
+    for name, ours, torchs, right in zip(Figures._fields, found, theirs, truth, strict=True):
+        if name == "agrees_P":
+            assert torch.equal(ours.double(), right)
+        else:
+            assert far(ours, right) <= max(1.5 * far(torchs, right), CEILING[torch.float32]), name
+    assert far(found_PV, truth_PV) <= min(max(1.1 * far(theirs_PV, truth_PV), 2e-6), CEILING[dtype])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size", "spread"), [(1, 1, 1.0), (5, 63, 2.0), (3, 257, 2.0), (4, 130, 40.0), (2, 512, 0.01)]
+)
+def test_the_kernel_is_the_definition(
+    num_rows: int, vocab_size: int, spread: float, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LANES", 64)
+    check(random_rows(num_rows, vocab_size, kernel_device, torch.float32, spread))
+
+
+def test_equal_laws_have_no_distance_and_ties_no_slope(kernel_device: torch.device) -> None:
+    draft_PV, _, _, labels_P = random_rows(4, 100, kernel_device, torch.float32)
+    rows_P = torch.arange(4, device=kernel_device)
+    for form in (reference, kernel):
+        figures, kept = form.compare(draft_PV.clone(), draft_PV.clone(), rows_P, labels_P)
+        torch.testing.assert_close(figures.acceptance_P, torch.ones_like(figures.acceptance_P))
+        torch.testing.assert_close(figures.divergence_P, torch.zeros_like(figures.divergence_P), atol=1e-6, rtol=0)
+        assert figures.agrees_P.all()
+        zero_P, one_P = torch.zeros_like(figures[0]), torch.ones_like(figures[0])
+        assert form.gradient(kept, Slopes(zero_P, zero_P, one_P)).abs().max() < 1e-6
+
+
+def weigh(rows: slice, figures: Figures) -> Slopes:
+    """Slopes of sum_n w_n (2 logprob - divergence) acceptance: they depend on the figures."""
+    weight_P = torch.linspace(0.5, 1.5, 11, dtype=figures[0].dtype, device=figures[0].device)[rows]
+    logprobs_P, _, divergence_P, acceptance_P, _ = figures
+    both_P = 2 * logprobs_P - divergence_P
+    return Slopes(2 * weight_P * acceptance_P, -weight_P * acceptance_P, weight_P * both_P)
+
+
+def problem(dtype: torch.dtype, head_dtype: torch.dtype) -> tuple[list[torch.Tensor], list[Piece]]:
+    """Eleven rows in three pieces, two of which share a teacher row."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tensors = [normal(11, 8), normal(11, 5), normal(37, 8).to(head_dtype), normal(37, 5), normal(7, 8)]
+    tensors.append(torch.randint(37, (11,), generator=generator))
+    rows = [torch.tensor([0, 1, 1, 2]), torch.tensor([0, 0, 1, 0]), torch.tensor([1, 0, 1])]
+    cuts = [(slice(0, 4), slice(0, 3)), (slice(4, 8), slice(3, 5)), (slice(8, 11), slice(5, 7))]
+    return tensors, [Piece(*cut, rows_P) for cut, rows_P in zip(cuts, rows, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "head"), [(torch.float64, torch.float64), (torch.float32, torch.float32)])
+def test_gradients_made_in_the_forward_pass_are_autograds(dtype: torch.dtype, head: torch.dtype) -> None:
+    (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N), pieces = problem(dtype, head)
+    leaves = [x.requires_grad_() for x in (hidden_ND, mixed_NR, markov_VR)]
+    draft_NV = hidden_ND @ head_VD.T + mixed_NR @ markov_VR.T
+    teachers_N = torch.cat([piece.teachers.start + piece.teacher_rows_P for piece in pieces])
+    found = by_autograd(draft_NV, teacher_MD @ head_VD.T, teachers_N, labels_N)
+    weight_N = torch.linspace(0.5, 1.5, 11, dtype=dtype)
+    loss = (weight_N * (2 * found.draft_logprobs_P - found.divergence_P) * found.acceptance_P).sum()
+    expected = torch.autograd.grad(3 * loss, leaves)
+    pull, figures = agreement.judge(hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N, pieces, weigh)
+    assert float(pull.detach()) == 0.0
+    assert not any(x_N.requires_grad for x_N in figures)
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    for ours, right in zip(figures[:4], found[:4], strict=True):
+        torch.testing.assert_close(ours, right.detach(), **tolerance)
+    for ours, right in zip(torch.autograd.grad(3 * pull, leaves), expected, strict=True):
+        torch.testing.assert_close(ours, right, **tolerance)
+
+
+def test_without_a_row_there_are_no_figures_and_zero_gradients() -> None:
+    (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N), _ = problem(torch.float32, torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden_ND[:0], mixed_NR[:0], markov_VR)]
+    pull, figures = agreement.judge(*leaves[:2], head_VD, markov_VR, teacher_MD, labels_N[:0], [], weigh)
+    assert all(len(x_N) == 0 for x_N in figures)
+    assert all(not x.any() for x in torch.autograd.grad(pull, leaves))
+
+
+def test_autocast_and_a_head_in_bfloat16_keep_the_dtypes_of_the_gradients() -> None:
+    (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N), pieces = problem(torch.float32, torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (hidden_ND, mixed_NR, markov_VR)]
+    inputs = (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N, pieces, weigh)
+    plain, _ = agreement.judge(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low, figures = agreement.judge(*inputs)
+    assert figures.acceptance_P.dtype == torch.float32
+    for ours, right in zip(torch.autograd.grad(low, leaves), torch.autograd.grad(plain, leaves), strict=True):
+        assert ours.dtype == torch.float32
+        assert 0 < far(ours, right.double()) < 3e-2
+
+
+def test_the_kernels_compile_for_sm90_without_spills() -> None:
+    logits = {"draft": "*bf16", "teacher": "*bf16", "teacher_rows": "*i64", "labels": "*i64", "figures": "*fp32"}
+    shape = {"V": 157184, "GROUP": kernel.GROUP, "LANES": kernel.LANES}
+    slopes = dict.fromkeys(("by_logprob", "by_divergence", "by_acceptance"), "*fp32")
+    kernels: list[dict[str, Any]] = [
+        {"name": name, "signature": logits | more | {"P": "i32"}, "constexprs": shape, "num_warps": kernel.WARPS}
+        for name, more in (("compare_kernel", {}), ("gradient_kernel", slopes))
+    ]
+    for compiled in compile_sm90("dspark.kernels.agreement.kernel", kernels):
+        assert compiled.spill_bytes == 0
+        assert "ld.global.v4" in compiled.ptx or "ld.global.L1::no_allocate.v4" in compiled.ptx
+
+
+@needs_gpu
+@pytest.mark.parametrize("vocab_size", [157184, 100257])
+@pytest.mark.parametrize("make", [lambda x: x.float(), lambda x: x], ids=["float32", "bf16"])
+def test_gpu_check_at_real_vocabularies(
+    vocab_size: int, make: Callable[[torch.Tensor], torch.Tensor], kernel_device: torch.device
+) -> None:
+    inputs = random_rows(96, vocab_size, kernel_device, torch.bfloat16)
+    check([make(x) if x.is_floating_point() else x for x in inputs])

@@ -1,0 +1,64 @@
+"""How valid slots are cut into pieces, and which target rows teach them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspark.draft.anchors import slot_positions
+from dspark.train.objective import _expected_length, length_slopes
+from dspark.train.slots import lay_out
+
+VOCAB_SIZE, NUM_TOKENS = 11, 30
+
+
+def random_blocks(seed: int) -> tuple[Tensor, Tensor]:
+    """Validity of two sequences' blocks of three slots, a prefix of each, and their anchors."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths_BA = torch.randint(0, 4, (2, 9), generator=generator)
+    valid_BAK = torch.arange(3) < lengths_BA[..., None]
+    return valid_BAK, torch.randint(0, NUM_TOKENS - 1, (2, 9), generator=generator).sort(1).values
+
+
+@pytest.mark.parametrize("numbers", [1, 70, 200, 10**6])
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_hold_every_valid_slot_once_and_whole_blocks(numbers: int, seed: int) -> None:
+    valid_BAK, anchors_BA = random_blocks(seed)
+    slots = lay_out(valid_BAK, anchors_BA, NUM_TOKENS, numbers, VOCAB_SIZE)
+    assert torch.equal(slots.places_N, valid_BAK.flatten().nonzero()[:, 0])
+    assert slots.blocks == (slots.places_N // 3).tolist()
+    end = teacher_end = 0
+    for piece in slots.pieces:
+        assert (piece.rows.start, piece.teachers.start) == (end, teacher_end)
+        end, teacher_end = piece.rows.stop, piece.teachers.stop
+        assert piece.rows.start < piece.rows.stop
+        assert end == len(slots.blocks) or slots.blocks[end] != slots.blocks[end - 1]
+        assert slots.blocks[end - 1] - slots.blocks[piece.rows.start] < max(1, numbers // (3 * VOCAB_SIZE))
+    assert (end, teacher_end) == (len(slots.places_N), len(slots.teachers_M))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_slot_is_taught_by_the_state_at_its_position_and_rows_are_shared(seed: int) -> None:
+    valid_BAK, anchors_BA = random_blocks(seed)
+    slots = lay_out(valid_BAK, anchors_BA, NUM_TOKENS, 200, VOCAB_SIZE)
+    positions_BAK = slot_positions(anchors_BA, 3).clamp(max=NUM_TOKENS - 1)
+    expected_N = (positions_BAK + torch.tensor([0, NUM_TOKENS])[:, None, None])[valid_BAK]
+    for piece in slots.pieces:
+        rows_M = slots.teachers_M[piece.teachers]
+        assert torch.equal(rows_M[piece.teacher_rows_P], expected_N[piece.rows])
+        assert len(rows_M.unique()) == len(rows_M)  # type: ignore[no-untyped-call]
+
+
+def test_nothing_valid_gives_no_piece() -> None:
+    slots = lay_out(torch.zeros(1, 4, 3, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.long), 9, 100, 11)
+    assert (slots.pieces, slots.blocks, len(slots.teachers_M)) == ([], [], 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_slopes_of_the_acceptance_length_are_autograds(seed: int) -> None:
+    valid_BAK, _ = random_blocks(seed)
+    generator = torch.Generator().manual_seed(seed)
+    step_BAK, go_on_BAK = (torch.rand(2, 9, 3, generator=generator).double().requires_grad_() for _ in range(2))
+    expected = torch.autograd.grad(_expected_length(step_BAK, go_on_BAK, valid_BAK), (step_BAK, go_on_BAK))
+    found = length_slopes(*((x.detach() * valid_BAK).flatten(0, 1) for x in (step_BAK, go_on_BAK)))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.view(2, 9, 3)[valid_BAK], theirs[valid_BAK], rtol=1e-12, atol=1e-14)
