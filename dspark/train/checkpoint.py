@@ -31,7 +31,7 @@ class Progress:
 
 
 def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The draft's float32 parameters and what the optimizer keeps of them (``exp_avg.NAME``, ``ema.NAME``), on the CPU.
+    """The draft's float32 parameters and what the optimizer keeps of them (``exp_avg.NAME`` and so on), on the CPU.
     ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO every rank must call it.
     """
     parameters: dict[str, Tensor] = {}
@@ -106,10 +106,9 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
             parameter.copy_(parameters[name])
             found = {moment: moments[f"{moment}.{name}"] for moment in names[name]}
             if not hasattr(parameter, "_hp_mapping"):
-                step = (
-                    {"step": torch.tensor(float(progress.step), device=parameter.device)} if ADAMW[0] in found else {}
-                )
-                optimizer.state[parameter] = step | {m: v.to(parameter.device) for m, v in found.items()}
+                if ADAMW[0] in found:  # Muon counts no steps
+                    found["step"] = torch.tensor(float(progress.step))
+                optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
             else:
                 slices = _slices(parameter, optimizer, names[name], progress.step)
                 for piece, value in zip(slices, [parameters[name], *found.values()], strict=True):
