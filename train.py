@@ -27,11 +27,11 @@ from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
 from dspark.train.batches import Share, read_windows
 from dspark.train.checkpoint import Progress as TrainingProgress
-from dspark.train.checkpoint import checkpoints, gather_state, load_checkpoint, save_checkpoint
+from dspark.train.checkpoint import checkpoints, gather_state, load_checkpoint, save_checkpoint, use_average
 from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_after, start_trackers
 from dspark.train.optimizer import learning_rate
 from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder
-from dspark.train.setup import bias_note, check_mask_row, check_record, fresh_draft, prepare
+from dspark.train.setup import average_note, bias_note, check_mask_row, check_record, fresh_draft, prepare
 from dspark.train.step import Learner, train_step
 
 EXAMPLES = """
@@ -83,7 +83,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
             f"{launch['hardware']['processes']}, distributed: {accelerator.distributed_type.value.lower()}, "
-            f"mixed precision: {accelerator.mixed_precision}" + bias_note(reader.manifest, run.objective)
+            f"mixed precision: {accelerator.mixed_precision}{average_note(run.train)}"
+            + bias_note(reader.manifest, run.objective)
         )
         for window in read_windows(reader, run, share, share.starts(done.sequences_seen, run.train.steps - done.step)):
             metrics.add(train_step(learner, window, done.step))
@@ -99,6 +100,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
                 state = gather_state(learner.draft, learner.optimizer)
                 if is_main:
                     save_checkpoint(folder / "checkpoints", done, *state)
+    if run.train.ema_decay:
+        use_average(learner.draft, learner.optimizer)
     if is_main:
         origin = {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
         write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | origin)

@@ -144,12 +144,22 @@ class TrainSection(Section):
     """Sequences per process and micro-step."""
     accumulation_steps: PositiveInt = 1
     num_anchors: PositiveInt = 512
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon moves the layers' matrices, AdamW the rest, both at one learning rate."""
     learning_rate: PositiveFloat = 6e-4
     min_learning_rate_ratio: Fraction = 0.0
     warmup_ratio: Fraction = 0.04
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: a cosine, or stable and then a linear decay (wsd)."""
+    decay_ratio: Fraction = 0.2
+    """The last part of the steps, in which wsd decays."""
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     max_grad_norm: PositiveFloat = 1.0
+    ema_decay: Beta = 0.0
+    """Above 0, the draft that is written is the moving average m <- ema_decay m + (1 - ema_decay) w of the weights."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping its activations."""
     save_every_steps: PositiveInt = 500
     log_every_steps: PositiveInt = 10
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()

@@ -28,6 +28,8 @@ def start_accelerator(train: TrainSection, environment: Mapping[str, str], launc
     # accelerate hands it on to torch, which has renamed it; with no buffer to share both names mean the same.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     wants_deepspeed = environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if wants_deepspeed and train.optimizer == "muon":
+        raise ConfigError("train.optimizer muon moves whole matrices, DeepSpeed flat parts of them; use adamw with it")
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
     if wants_deepspeed and "LOCAL_RANK" in environment and not torch.cuda.is_available():
         handlers.append(InitProcessGroupKwargs(backend="gloo"))

@@ -32,6 +32,11 @@ def test_deepspeed_that_does_not_start_is_refused(tmp_path) -> None:
         start_accelerator(make_run(tmp_path).train, {"ACCELERATE_USE_DEEPSPEED": "true"}, ())
 
 
+def test_muon_with_deepspeed_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.optimizer muon moves whole matrices, DeepSpeed flat parts"):
+        start_accelerator(make_run(tmp_path, optimizer="muon").train, {"ACCELERATE_USE_DEEPSPEED": "true"}, ())
+
+
 def test_one_process_sums_to_itself() -> None:
     value = torch.tensor([1.0, 2.0])
     total = sum_over_ranks(value)

@@ -33,9 +33,9 @@ LAST = "checkpoints/step-00000010"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, a record, config.yaml, and in run/ the ten steps of it in one process."""
+    """A target, a record, config.yaml, and in run/ the ten steps of it in one process, averaged."""
     folder = tmp_path_factory.mktemp("training")
-    train.main(write_run(folder))
+    train.main(write_run(folder, ema_decay=0.75))
     return folder
 
 
@@ -80,6 +80,16 @@ def test_ten_steps_are_five_and_five_bit_for_bit(place: Path, tmp_path: Path) ->
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "run" / "draft" / file).read_bytes() == (place / "run" / "draft" / file).read_bytes()
     assert len(json.loads((tmp_path / "run" / "provenance.json").read_text())) == 2
+
+
+def test_so_they_are_with_muon_a_late_decay_and_layers_computed_again(tmp_path: Path) -> None:
+    fields = {"optimizer": "muon", "schedule": "wsd", "ema_decay": 0.75, "activation_checkpointing": True}
+    config = write_run(tmp_path, **fields)
+    train.main(config)
+    train.main(config, half_way(tmp_path, tmp_path / "half"), resume=True)
+    assert_same(tmp_path / "half", tmp_path / "run", tolerance=0.0)
+    draft = "draft/model.safetensors"
+    assert (tmp_path / "half" / draft).read_bytes() == (tmp_path / "run" / draft).read_bytes()
 
 
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(place: Path, tmp_path: Path) -> None:
@@ -165,8 +175,9 @@ def test_the_run_folder_says_which_run_and_where_it_came_from(place: Path) -> No
 def test_the_written_draft_is_the_trained_one(place: Path) -> None:
     tables = load_tables(place / "target")
     draft = read_draft(place / "run" / "draft", tables)
-    trained = load_file(place / "run" / LAST / "draft.safetensors")
-    assert all(torch.equal(tensor, trained[name].bfloat16().float()) for name, tensor in draft.state_dict().items())
+    kept = load_file(place / "run" / LAST / "moments.safetensors")
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(tensor, kept[f"ema.{name}"].bfloat16().float())
     config = json.loads((place / "run" / "draft" / "config.json").read_text())
     assert config["architectures"] == ["LingDSparkModel"]
     assert config["num_anchors"] == 6
@@ -175,9 +186,12 @@ def test_the_written_draft_is_the_trained_one(place: Path) -> None:
 
 
 def test_the_draft_learns_the_record_by_heart(place: Path, tmp_path: Path) -> None:
-    overrides = [f"train.folder={tmp_path / 'run'}", "train.steps=60", "train.learning_rate=2e-2"]
+    overrides = [f"train.folder={tmp_path / 'run'}", "train.steps=60", "train.learning_rate=2e-2", "train.ema_decay=0"]
     train.main(place / "config.yaml", overrides)
     first, *_, last = rows_of(tmp_path / "run")
+    trained = load_file(tmp_path / "run" / "checkpoints" / "step-00000060" / "draft.safetensors")
+    draft = read_draft(tmp_path / "run" / "draft", load_tables(place / "target"))
+    assert torch.equal(draft.fc.weight, trained["fc.weight"].bfloat16().float())  # no average: the last step's
     assert last["acceptance_length"] > first["acceptance_length"] + 0.5
     assert last["loss"] < 0.8 * first["loss"]
 

@@ -22,8 +22,8 @@ from dspark.export import (
 from dspark.provenance import describe_launch
 from dspark.target.config import read_config_json
 from dspark.target.loading import TargetFacts, load_tables, target_facts, target_fingerprint
-from dspark.train.checkpoint import checkpoints, load_checkpoint
-from dspark.train.optimizer import adamw
+from dspark.train.checkpoint import checkpoints, load_checkpoint, use_average
+from dspark.train.optimizer import build_optimizer
 from dspark.train.run_folder import RUN
 
 
@@ -73,7 +73,10 @@ def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, in
         steps = ", ".join(str(int(place.name.removeprefix("step-"))) for place in found) or "none"
         raise CheckpointError(f"{folder / 'checkpoints'}: no such checkpoint; the steps there are: {steps}")
     model = DraftModel(run.draft)
-    load_checkpoint(chosen[0], model, adamw(model, run.train))
+    optimizer = build_optimizer(model, run.train)
+    load_checkpoint(chosen[0], model, optimizer)
+    if run.train.ema_decay:
+        use_average(model, optimizer)
     model.bind(*load_tables(run.target.path))
     return model, chosen[0], run.target.path, run.train.num_anchors
 

@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dspark.config import DraftConfig
 from dspark.draft.anchors import block_visibility, gather_positions, slot_positions
@@ -41,6 +42,8 @@ class DraftModel(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
+        self.activation_checkpointing = False
+        """Whether the layers' activations are computed again in the backward pass instead of kept."""
         width = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
@@ -103,7 +106,11 @@ class DraftModel(nn.Module):
         hidden_BND = functional.embedding(ids_BAK.flatten(1), self.embedding_VD).to(self.fc.weight.dtype)
         rotary = self.rotary(positions_BAK.flatten(1))
         for layer, memory in zip(self.layers, memories, strict=True):
-            hidden_BND = layer(hidden_BND, rotary, memory, visible_B1NT)
+            given = (hidden_BND, rotary, memory, visible_B1NT)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                hidden_BND = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden_BND = layer(*given)
         hidden_BAKD: Tensor = self.norm(hidden_BND).view(*positions_BAK.shape, -1)
         return hidden_BAKD
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from dspark.distributed import sum_over_ranks
 from dspark.errors import CheckpointError
 from dspark.files import file_sha256, flush, save_tensors
+from dspark.train.optimizer import ADAMW, EMA, moment_names
 
 KEPT_CHECKPOINTS = 2
 STATE, PARAMETERS, MOMENTS = "state.json", "draft.safetensors", "moments.safetensors"
-MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,29 @@ class Progress:
 
 
 def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The draft's float32 parameters and AdamW's moments (``exp_avg.NAME``), on the CPU.
+    """The draft's float32 parameters and what the optimizer keeps of them (``exp_avg.NAME`` and so on), on the CPU.
     ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO every rank must call it.
     """
     parameters: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     for name, parameter in draft.named_parameters():
-        slices = _slices(parameter, optimizer)
-        if slices is None:
-            parameters[name] = parameter.detach()
-            found = {moment: optimizer.state[parameter][moment] for moment in MOMENT_NAMES}
+        if not hasattr(parameter, "_hp_mapping"):
+            parameters[name], found = parameter.detach(), optimizer.state[parameter]
         else:
-            whole = [sum_over_ranks(_unflatten(parameter, piece)) for piece in slices]
-            parameters[name], found = whole[0], dict(zip(MOMENT_NAMES, whole[1:], strict=True))
-        moments |= {f"{moment}.{name}": tensor for moment, tensor in found.items()}
+            state = next(iter(optimizer.optimizer.optimizer.state.values()))
+            names = [moment for moment in (*ADAMW, EMA) if moment in state]
+            whole = [sum_over_ranks(_unflatten(parameter, piece)) for piece in _slices(parameter, optimizer, names)]
+            parameters[name], found = whole[0], dict(zip(names, whole[1:], strict=True))
+        moments |= {f"{moment}.{name}": tensor for moment, tensor in found.items() if moment != "step"}
     return _on_cpu(parameters), _on_cpu(moments)
+
+
+@torch.no_grad()
+def use_average(draft: nn.Module, optimizer: Any) -> None:
+    """Put the moving average that the optimizer keeps in place of the draft's parameters, to export it."""
+    moments = gather_state(draft, optimizer)[1]
+    for name, parameter in draft.named_parameters():
+        parameter.copy_(moments[f"{EMA}.{name}"])
 
 
 def save_checkpoint(
@@ -77,7 +86,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
     """Put a checkpoint's parameters and moments into a fresh draft and optimizer. Every process calls it.
-    Raises: CheckpointError when a file is missing, damaged, or made for another draft.
+    Raises: CheckpointError when a file is missing, damaged, or made for another draft or with another optimizer.
     """
     state = _read_state(place)
     parameters, moments = _read_tensors(place, PARAMETERS, state), _read_tensors(place, MOMENTS, state)
@@ -88,15 +97,20 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
         there, here = saved.get(wrong), own.get(wrong)
         raise CheckpointError(f"{place}: made for another draft; {wrong} is {there}, the run's is {here}")
     progress = Progress(int(state["step"]), int(state["sequences_seen"]))
+    kept, average = moment_names(optimizer), [EMA] if any(key.startswith(f"{EMA}.") for key in moments) else []
+    names = {name: [*kept.get(parameter, ADAMW), *average] for name, parameter in draft.named_parameters()}
+    if moments.keys() != {f"{moment}.{name}" for name, own_names in names.items() for moment in own_names}:
+        raise CheckpointError(f"{place}: made with another optimizer; resume with the train.optimizer it was made with")
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             parameter.copy_(parameters[name])
-            found = {moment: moments[f"{moment}.{name}"] for moment in MOMENT_NAMES}
-            slices = _slices(parameter, optimizer, progress.step)
-            if slices is None:
-                step = {"step": torch.tensor(float(progress.step), device=parameter.device)}
-                optimizer.state[parameter] = step | {m: v.to(parameter.device) for m, v in found.items()}
+            found = {moment: moments[f"{moment}.{name}"] for moment in names[name]}
+            if not hasattr(parameter, "_hp_mapping"):
+                if ADAMW[0] in found:  # Muon counts no steps
+                    found["step"] = torch.tensor(float(progress.step))
+                optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
             else:
+                slices = _slices(parameter, optimizer, names[name], progress.step)
                 for piece, value in zip(slices, [parameters[name], *found.values()], strict=True):
                     piece.own.copy_(value.flatten()[piece.begin : piece.begin + len(piece.own)])
     return progress
@@ -110,24 +124,22 @@ class _Slice:
     begin: int
 
 
-def _slices(parameter: nn.Parameter, optimizer: Any, step: int | None = None) -> list[_Slice] | None:
-    """This rank's slices of value and moments in ZeRO's flat float32 partitions; None where a parameter is whole.
+def _slices(parameter: Any, optimizer: Any, moments: Sequence[str], step: int | None = None) -> list[_Slice]:
+    """This rank's slices of value and moments in ZeRO's flat float32 partitions.
 
     DeepSpeed's own functions fail for the second parameter group (0.19.8): it links the moments of all groups after the
     first group's step. ``step`` makes the moments of a fresh optimizer exist.
     """
-    if not hasattr(parameter, "_hp_mapping"):
-        return None
-    mapping: Any = parameter._hp_mapping
+    mapping = parameter._hp_mapping
     if mapping is None:
-        return [_Slice(torch.zeros(0, device=parameter.device), 0)] * (1 + len(MOMENT_NAMES))
+        return [_Slice(torch.zeros(0, device=parameter.device), 0)] * (1 + len(moments))
     flat = optimizer.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
     state = optimizer.optimizer.optimizer.state[flat]
     if step is not None and not state:
         state["step"] = torch.tensor(float(step), device=flat.device)
-        state |= {moment: torch.zeros_like(flat) for moment in MOMENT_NAMES}
+        state |= {moment: torch.zeros_like(flat) for moment in moments}
     begin, length = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-    parts = [flat, *(state[moment] for moment in MOMENT_NAMES)]
+    parts = [flat, *(state[moment] for moment in moments)]
     return [_Slice(part.detach()[begin : begin + length], mapping.lp_fragment_address.start) for part in parts]
 
 

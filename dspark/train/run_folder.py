@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ from dspark.train.checkpoint import checkpoints
 
 RUN, PROVENANCE = "run.yaml", "provenance.json"
 RECORD = "record_manifest_sha256"
-SAME_WHEN_RESUMED = ("seed", "draft", "objective")
+SAME_WHEN_RESUMED = ("seed", "draft", "objective", "train.optimizer", "train.ema_decay")
 
 
 def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -> None:
     """Refuse to train into a folder that holds another run. Reads only; every process may call it.
     Raises: ConfigError when the folder holds a run and ``is_resumed`` is false, or the run to resume has another seed,
-    draft, objective or record. Steps, learning rate and the like may change; the folder's run.yaml then follows.
+    draft, objective, optimizer, moving average or record. Steps, learning rate and the like may change; the folder's
+    run.yaml then follows.
     """
     folder = run.train.folder
     path = folder / RUN
@@ -33,10 +36,9 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
     for place in checkpoints(folder / "checkpoints")[-1:]:
         if int(place.name.removeprefix("step-")) > run.train.steps:
             raise ConfigError(f"{place}: has done more than train.steps {run.train.steps}; raise train.steps to go on")
-    before, now = load_run(path).model_dump(mode="json"), run.model_dump(mode="json")
-    pairs = {section: (before[section], now[section]) for section in SAME_WHEN_RESUMED}
-    pairs[RECORD] = (_recorded(folder / PROVENANCE), launch[RECORD])
-    for name, (there, here) in pairs.items():
+    trees = load_run(path).model_dump(mode="json"), run.model_dump(mode="json")
+    pairs = [(name, *(reduce(getitem, name.split("."), tree) for tree in trees)) for name in SAME_WHEN_RESUMED]
+    for name, there, here in [*pairs, (RECORD, _recorded(folder / PROVENANCE), launch[RECORD])]:
         if there != here:
             raise ConfigError(f"{path}: {name} is {there} there and {here} now; choose another train.folder")
 

@@ -4,11 +4,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from dspark.config import DraftConfig, ObjectiveSection, RunConfig
+from dspark.config import DraftConfig, ObjectiveSection, RunConfig, TrainSection
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError, RecordError
 from dspark.record.format import Manifest
-from dspark.train.optimizer import adamw
+from dspark.train.optimizer import build_optimizer, keep_average
 from dspark.train.step import Learner
 
 SMALLEST_MASK_ROW = 1e-2
@@ -24,6 +24,11 @@ def check_record(manifest: Manifest, draft: DraftConfig, target_fingerprint: str
         recorded, wanted = getattr(manifest, name), getattr(draft, name)
         if recorded != wanted:
             raise RecordError(f"the record holds {name} {recorded}, the run's draft.{name} is {wanted}; record again")
+
+
+def average_note(section: TrainSection) -> str:
+    """A clause when the draft that is written is not the last step's; else empty."""
+    return f"; the draft written is the moving average of decay {section.ema_decay}" if section.ema_decay else ""
 
 
 def bias_note(manifest: Manifest, objective: ObjectiveSection) -> str:
@@ -65,5 +70,9 @@ def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Lear
         there, here = getattr(draft.config, name), getattr(run.draft, name)
         raise ConfigError(f"{source}: {name} is {there} there and {here} in the run")
     draft.train().requires_grad_(True)
-    wrapped, optimizer = accelerator.prepare(draft, adamw(draft, run.train))
+    draft.activation_checkpointing = run.train.activation_checkpointing
+    wrapped, optimizer = accelerator.prepare(draft, build_optimizer(draft, run.train))
+    if run.train.ema_decay:
+        inner = optimizer.optimizer
+        keep_average(getattr(inner, "optimizer", inner), run.train.ema_decay)  # ZeRO's holds the one that moves
     return Learner(accelerator, draft, wrapped, optimizer, run)

@@ -40,6 +40,19 @@ def run(tmp_path: Path) -> RunConfig:
     return config
 
 
+def test_the_average_is_exported_where_the_run_keeps_one(run: RunConfig, tmp_path: Path) -> None:
+    tree = run.model_dump(mode="json")
+    tree["train"]["ema_decay"] = 0.9
+    save_run(RunConfig.model_validate(tree), run.train.folder / "run.yaml")
+    place = run.train.folder / "checkpoints" / "step-00000010"
+    parameters, moments = load_file(place / "draft.safetensors"), load_file(place / "moments.safetensors")
+    moments |= {f"ema.{name}": tensor * 2 for name, tensor in parameters.items()}
+    save_checkpoint(run.train.folder / "checkpoints", Progress(15, 15), parameters, moments)
+    export("--run", run.train.folder, "--out", tmp_path / "draft")
+    draft = read_draft(tmp_path / "draft", load_tables(run.target.path))
+    assert torch.equal(draft.fc.weight, moments["ema.fc.weight"].bfloat16().float())
+
+
 def export(*words: object) -> str:
     result = CliRunner().invoke(app, ["export", *map(str, words)], catch_exceptions=False)
     assert result.exit_code == 0, result.output

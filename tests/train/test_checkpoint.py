@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +10,17 @@ from training_run import make_run
 
 from dspark.errors import CheckpointError
 from dspark.train import checkpoint
-from dspark.train.checkpoint import Progress, checkpoints, gather_state, load_checkpoint, save_checkpoint
-from dspark.train.optimizer import adamw
+from dspark.train.checkpoint import Progress, checkpoints, gather_state, load_checkpoint, save_checkpoint, use_average
+from dspark.train.optimizer import build_optimizer, keep_average
 from dspark.train.setup import fresh_draft
 
 
-def trained(folder: Path, seed: int = 0, steps: int = 3):
-    run = make_run(folder)
+def trained(folder: Path, seed: int = 0, steps: int = 3, **train: Any):
+    run = make_run(folder, **train)
     draft = fresh_draft(run.draft, seed)
-    optimizer = adamw(draft, run.train)
+    optimizer = build_optimizer(draft, run.train)
+    if run.train.ema_decay:
+        keep_average(optimizer, run.train.ema_decay)
     for _ in range(steps):
         sum((parameter**2).sum() for parameter in draft.parameters()).backward()
         optimizer.step()
@@ -31,15 +34,40 @@ def state_of(draft, optimizer):
     return dict(draft.named_parameters()) | moments
 
 
-def test_a_checkpoint_gives_back_every_bit(tmp_path: Path) -> None:
-    draft, optimizer = trained(tmp_path)
+@pytest.mark.parametrize(
+    "train", [{}, {"optimizer": "muon"}, {"ema_decay": 0.5}, {"optimizer": "muon", "ema_decay": 0.5}]
+)
+def test_a_checkpoint_gives_back_every_bit(tmp_path: Path, train: dict[str, Any]) -> None:
+    draft, optimizer = trained(tmp_path, **train)
     place = save_checkpoint(tmp_path / "c", Progress(3, 12), *gather_state(draft, optimizer))
     assert place.name == "step-00000003"
-    other, other_optimizer = trained(tmp_path, seed=1, steps=0)
+    other, other_optimizer = trained(tmp_path, seed=1, steps=0, **train)
     assert load_checkpoint(place, other, other_optimizer) == Progress(3, 12)
     expected, found = state_of(draft, optimizer), state_of(other, other_optimizer)
     assert expected.keys() == found.keys()
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    assert any(name.startswith("ema.") for name in found) == ("ema_decay" in train)
+
+
+@pytest.mark.parametrize("kinds", [("adamw", "muon"), ("muon", "adamw")])
+def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(
+    tmp_path: Path, kinds: tuple[str, str]
+) -> None:
+    place = save_checkpoint(tmp_path / "c", Progress(3, 12), *gather_state(*trained(tmp_path, optimizer=kinds[0])))
+    draft, optimizer = trained(tmp_path, seed=1, steps=0, optimizer=kinds[1])
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"step-00000003: made with another optimizer"):
+        load_checkpoint(place, draft, optimizer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
+
+
+def test_the_average_takes_the_place_of_the_weights(tmp_path: Path) -> None:
+    draft, optimizer = trained(tmp_path, ema_decay=0.5)
+    weights = draft.fc.weight.clone()
+    wanted = {name: optimizer.state[parameter]["ema"].clone() for name, parameter in draft.named_parameters()}
+    use_average(draft, optimizer)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in draft.state_dict().items())
+    assert not torch.equal(weights, draft.fc.weight)
 
 
 def test_a_checkpoint_holds_safetensors_and_json_only_and_no_table(tmp_path: Path) -> None:
@@ -106,7 +134,7 @@ def test_a_checkpoint_of_another_draft_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     draft = fresh_draft(run.draft.model_copy(update={"markov_rank": 4}), 0)
     with pytest.raises(CheckpointError, match=r"another draft; confidence_head.proj.weight is \(1, 40\)"):
-        load_checkpoint(place, draft, adamw(draft, run.train))
+        load_checkpoint(place, draft, build_optimizer(draft, run.train))
 
 
 def test_the_state_file_says_how_far_the_run_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_run import make_run
@@ -52,6 +53,14 @@ def test_a_resumed_run_may_take_longer_but_not_learn_something_else(tmp_path: Pa
         check_run_folder(longer.model_copy(update={"seed": 3}), LAUNCH, is_resumed=True)
     with pytest.raises(ConfigError, match="record_manifest_sha256"):
         check_run_folder(longer, {"record_manifest_sha256": "2" * 64}, is_resumed=True)
+
+
+@pytest.mark.parametrize(("field", "value"), [("optimizer", "muon"), ("ema_decay", 0.9)])
+def test_what_a_checkpoint_keeps_of_the_weights_may_not_change(tmp_path: Path, field: str, value: Any) -> None:
+    write_run_folder(make_run(tmp_path), LAUNCH)
+    check_run_folder(make_run(tmp_path, schedule="wsd", activation_checkpointing=True), LAUNCH, is_resumed=True)
+    with pytest.raises(ConfigError, match=rf"train\.{field} is (adamw|0\.0) there and {value} now"):
+        check_run_folder(make_run(tmp_path, **{field: value}), LAUNCH, is_resumed=True)
 
 
 def test_every_launch_is_kept_and_the_run_is_the_last_one(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from training_run import make_run, make_sequences, write_record
 
 from dspark.config import ObjectiveSection
 from dspark.record.format import read_manifest
-from dspark.train.setup import bias_note, fresh_draft
+from dspark.train.setup import average_note, bias_note, fresh_draft
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,13 @@ def test_text_that_the_target_did_not_draw_at_temperature_1_is_noted(
     note = bias_note(manifest, ObjectiveSection(**objective))
     assert expected in note
     assert bool(expected) == bool(note)
+
+
+def test_a_draft_that_is_an_average_is_announced(tmp_path: Path) -> None:
+    assert average_note(make_run(tmp_path).train) == ""
+    assert "the draft written is the moving average of decay 0.99" in average_note(
+        make_run(tmp_path, ema_decay=0.99).train
+    )
 
 
 def test_a_fresh_draft_is_the_seeds(tmp_path: Path) -> None:

@@ -111,6 +111,39 @@ def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_moves(tmp_path
     unmoved(learner, window, rf"step 7: the gradient is not finite.*{indices}".replace("[", r"\[").replace("]", r"\]"))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_average_moves_with_the_step_and_stays_when_the_step_is_refused(tmp_path: Path, optimizer: str) -> None:
+    learner = make_learner(tmp_path, ema_decay=0.5, optimizer=optimizer)
+    parameters, averages = list(learner.draft.parameters()), []
+    for step in range(2):
+        train_step(learner, make_window(learner), step)
+        averages.append([learner.optimizer.state[parameter]["ema"].clone() for parameter in parameters])
+    assert not torch.equal(averages[0][0], averages[1][0])
+    learner.draft.fc.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(TrainingError, match="the gradient is not finite"):
+        train_step(learner, make_window(learner), step=2)
+    for parameter, average in zip(parameters, averages[1], strict=True):
+        assert torch.equal(learner.optimizer.state[parameter]["ema"], average)
+
+
+def test_no_average_is_kept_unless_the_run_asks_for_it(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    train_step(learner, make_window(learner), step=0)
+    assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in learner.optimizer.state.values())
+
+
+def test_layers_computed_again_give_the_same_gradient_to_the_bit(tmp_path: Path) -> None:
+    found, passes = [], []
+    for is_on in (False, True):
+        learner, calls = make_learner(tmp_path, activation_checkpointing=is_on), []
+        learner.draft.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        train_step(learner, make_window(learner), step=2)
+        found.append(gradients(learner))
+        passes.append(len(calls))
+    assert torch.equal(found[0], found[1])
+    assert passes == [4, 8]
+
+
 def test_a_step_without_a_valid_slot_learns_nothing(tmp_path: Path) -> None:
     learner = make_learner(tmp_path)
     window = [replace(batch, keep_BA=torch.zeros_like(batch.keep_BA)) for batch in make_window(learner)]
