@@ -215,7 +215,7 @@ def slot_metrics(
     """Figures over valid slots, as (numerator, denominator) pairs.
 
     ``conditional_acceptance_k``: mean acceptance of slot k given that the slots before it were accepted;
-    ``argmax_agreement``: how often both laws have a most likely token in common.
+    ``argmax_agreement``: how often the teacher's most likely token is the draft's.
     ``confidence_bias`` and ``confidence_abs_error``: weighted mean and mean size of confidence - acceptance;
     ``confidence_cumprod_bias`` compares the products of both over the slots so far. Source: DeepSpec's training log.
     """

@@ -108,6 +108,15 @@ def test_the_kernel_is_the_definition(
     check(random_rows(num_rows, vocab_size, kernel_device, torch.float32, spread))
 
 
+def test_agreement_is_of_the_teachers_first_most_likely_token(kernel_device: torch.device) -> None:
+    draft_PV = torch.tensor([[1.0, 3, 3, 0], [3, 1, 3, 0], [0, 1, 2, 3]], device=kernel_device)
+    teacher_MV = torch.tensor([[0.0, 5, 5, 1], [5, 5, 0, 1]], device=kernel_device)
+    rows_P, labels_P = (torch.tensor(x, device=kernel_device) for x in ([0, 0, 1], [0, 0, 0]))
+    for form in (reference, kernel):
+        figures, _ = form.compare(draft_PV.clone(), teacher_MV.clone(), rows_P, labels_P)
+        assert figures.agrees_P.tolist() == [1, 0, 0]
+
+
 def test_equal_laws_have_no_distance_and_ties_no_slope(kernel_device: torch.device) -> None:
     draft_PV, _, _, labels_P = random_rows(4, 100, kernel_device, torch.float32)
     rows_P = torch.arange(4, device=kernel_device)

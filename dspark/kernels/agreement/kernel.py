@@ -57,20 +57,21 @@ def compare_kernel(
     norm_q = most_q + tl.log2(tl.sum(sum_q_L * tl.exp2(most_q_L - most_q), 0))
     norm_p = most_p + tl.log2(sum_p)
     divergence = (tl.sum(gap_L * shrink_L, 0) / sum_p + norm_q - norm_p) / LOG2_E
-    least_L, inner_L, agrees_L = zero_L, zero_L, zero_L
+    least_L, inner_L, top_L = zero_L, zero_L, tl.full((LANES,), V, tl.int32)
     for start in range(0, V, GROUP * LANES):
-        zq_GL, zp_GL, _ = _pair(draft, teacher, start, V, GROUP, LANES)
+        zq_GL, zp_GL, column_GL = _pair(draft, teacher, start, V, GROUP, LANES)
         q_GL, p_GL = tl.exp2(zq_GL - norm_q), tl.exp2(zp_GL - norm_p)
         least_L += tl.sum(tl.minimum(p_GL, q_GL), 0)
         inner_L += tl.sum(tl.where(p_GL > q_GL, q_GL, tl.where(p_GL < q_GL, -q_GL, 0.0)), 0)
-        agrees_L = tl.maximum(agrees_L, tl.max(((zq_GL == most_q) & (zp_GL == most_p)).to(tl.float32), 0))
-    label = tl.load(labels + row)
+        top_L = tl.minimum(top_L, tl.min(tl.where(zp_GL == most_p, column_GL, V), 0))
+    label, top = tl.load(labels + row), tl.min(top_L, 0)
+    agrees = tl.load(draft + top).to(tl.float32) * LOG2_E == most_q
     place = figures + row
     tl.store(place, tl.load(draft + label).to(tl.float32) - norm_q / LOG2_E)
     tl.store(place + P, tl.load(teacher + label).to(tl.float32) - norm_p / LOG2_E)
     tl.store(place + 2 * P, divergence)
     tl.store(place + 3 * P, tl.sum(least_L, 0))
-    tl.store(place + 4 * P, tl.max(agrees_L, 0))
+    tl.store(place + 4 * P, agrees.to(tl.float32))
     tl.store(place + 5 * P, tl.sum(inner_L, 0))
     tl.store(place + 6 * P, norm_q)
     tl.store(place + 7 * P, norm_p)

@@ -13,7 +13,8 @@ class Figures(NamedTuple):
     """What a loss needs of the two laws of every row; float32 or better.
 
     The log-probabilities are the label's; divergence is KL(teacher || draft); acceptance, one minus the total
-    variation, is sum_v min(p, q); agrees is 1 where some token is the most likely one of both, else 0.
+    variation, is sum_v min(p, q); agrees is 1 where the teacher's most likely token, the first of equals, is a most
+    likely one of the draft, else 0.
     """
 
     draft_logprobs_P: Tensor
@@ -40,12 +41,10 @@ def compare(draft_PV: Tensor, teacher_MV: Tensor, teacher_rows_P: Tensor, labels
     draft_logprobs_PV = draft_PV.log_softmax(-1, dtype=wide)
     teacher_logprobs_PV = teacher_MV.log_softmax(-1, dtype=wide)[teacher_rows_P]
     label_q_P, label_p_P = (x_PV.gather(1, label_P1)[:, 0] for x_PV in (draft_logprobs_PV, teacher_logprobs_PV))
-    is_top_PV = (draft_PV == draft_PV.amax(1, keepdim=True)) & (teacher_MV == teacher_MV.amax(1, keepdim=True))[
-        teacher_rows_P
-    ]
-    agrees_P = is_top_PV.any(1).to(wide)
+    top_P = teacher_MV.argmax(1)[teacher_rows_P]
+    agrees_P = (draft_PV.gather(1, top_P[:, None])[:, 0] == draft_PV.amax(1)).to(wide)
     p_PV = teacher_logprobs_PV.exp()
-    divergence_P = torch.linalg.vecdot(teacher_logprobs_PV.sub_(draft_logprobs_PV), p_PV)
+    divergence_P = teacher_logprobs_PV.sub_(draft_logprobs_PV).mul_(p_PV).sum(1)
     q_PV = draft_logprobs_PV.exp_()
     acceptance_P = torch.minimum(p_PV, q_PV).sum(1)
     return Figures(label_q_P, label_p_P, divergence_P, acceptance_P, agrees_P), (q_PV, p_PV, label_P1)
