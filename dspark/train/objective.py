@@ -120,7 +120,11 @@ def objective(
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
     device = output.hidden_BAKD.device
-    sizes = (teacher.last_hidden_BTD.shape[1], PIECE_NUMBERS[device.type], len(teacher.head_VD))
+    sizes = (
+        teacher.last_hidden_BTD.shape[1],
+        PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"],
+        len(teacher.head_VD),
+    )
     slots = lay_out(targets.valid_BAK, teacher.anchors_BA, *sizes).to(device)
     dtype = torch.promote_types(output.markov_VR.dtype, torch.float32)
     local_weight, local_blocks = denominators(targets, section.decay_positions)

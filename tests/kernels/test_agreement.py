@@ -1,17 +1,12 @@
-"""Draft against teacher over a vocabulary: definition, kernel, and gradients made in the forward pass."""
+"""Draft against teacher over a vocabulary: the definition, and gradients made in the forward pass."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from kernels.compiling import compile_sm90
 
 from dspark.kernels import agreement
-from dspark.kernels.agreement import Figures, Piece, Slopes, kernel, reference
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a real vocabulary in bf16 needs a GPU")
-CEILING = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+from dspark.kernels.agreement import Figures, Piece, Slopes, reference
 
 
 def random_rows(
@@ -77,56 +72,20 @@ def test_every_slope_is_a_finite_difference(figure: int) -> None:
         assert float(found_PV.reshape(-1)[index]) == pytest.approx(difference, rel=1e-5, abs=1e-8)
 
 
-def check(inputs: list[torch.Tensor]) -> None:
-    """Kernel: no further from the float64 definition than torch in float32, and under the ceiling."""
-    draft_PV, dtype = inputs[0], inputs[0].dtype
-    exact = [x.double() if x.is_floating_point() else x for x in inputs]
-    slopes = random_slopes(len(draft_PV), draft_PV.device, torch.float32)
-    truth, kept = reference.compare(*exact)
-    truth_PV = reference.gradient(kept, Slopes(*(x.double() for x in slopes)))
-    theirs, kept = reference.compare(*inputs)
-    theirs_PV = reference.gradient(kept, slopes).to(dtype)
-    found, kept = kernel.compare(*inputs)
-    found_PV = kernel.gradient(kept, slopes)
-    assert found_PV.data_ptr() == draft_PV.data_ptr()
-    assert found_PV.dtype == dtype
-    for name, ours, torchs, right in zip(Figures._fields, found, theirs, truth, strict=True):
-        if name == "agrees_P":
-            assert torch.equal(ours.double(), right)
-        else:
-            assert far(ours, right) <= max(1.5 * far(torchs, right), CEILING[torch.float32]), name
-    assert far(found_PV, truth_PV) <= min(max(1.1 * far(theirs_PV, truth_PV), 2e-6), CEILING[dtype])
+def test_agreement_is_of_the_teachers_first_most_likely_token() -> None:
+    draft_PV = torch.tensor([[1.0, 3, 3, 0], [3, 1, 3, 0], [0, 1, 2, 3]])
+    teacher_MV = torch.tensor([[0.0, 5, 5, 1], [5, 5, 0, 1]])
+    figures, _ = reference.compare(draft_PV, teacher_MV, torch.tensor([0, 0, 1]), torch.tensor([0, 0, 0]))
+    assert figures.agrees_P.tolist() == [1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "vocab_size", "spread"), [(1, 1, 1.0), (5, 63, 2.0), (3, 257, 2.0), (4, 130, 40.0), (2, 512, 0.01)]
-)
-def test_the_kernel_is_the_definition(
-    num_rows: int, vocab_size: int, spread: float, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "LANES", 64)
-    check(random_rows(num_rows, vocab_size, kernel_device, torch.float32, spread))
-
-
-def test_agreement_is_of_the_teachers_first_most_likely_token(kernel_device: torch.device) -> None:
-    draft_PV = torch.tensor([[1.0, 3, 3, 0], [3, 1, 3, 0], [0, 1, 2, 3]], device=kernel_device)
-    teacher_MV = torch.tensor([[0.0, 5, 5, 1], [5, 5, 0, 1]], device=kernel_device)
-    rows_P, labels_P = (torch.tensor(x, device=kernel_device) for x in ([0, 0, 1], [0, 0, 0]))
-    for form in (reference, kernel):
-        figures, _ = form.compare(draft_PV.clone(), teacher_MV.clone(), rows_P, labels_P)
-        assert figures.agrees_P.tolist() == [1, 0, 0]
-
-
-def test_equal_laws_have_no_distance_and_ties_no_slope(kernel_device: torch.device) -> None:
-    draft_PV, _, _, labels_P = random_rows(4, 100, kernel_device, torch.float32)
-    rows_P = torch.arange(4, device=kernel_device)
-    for form in (reference, kernel):
-        figures, kept = form.compare(draft_PV.clone(), draft_PV.clone(), rows_P, labels_P)
-        torch.testing.assert_close(figures.acceptance_P, torch.ones_like(figures.acceptance_P))
-        torch.testing.assert_close(figures.divergence_P, torch.zeros_like(figures.divergence_P), atol=1e-6, rtol=0)
-        assert figures.agrees_P.all()
-        zero_P, one_P = torch.zeros_like(figures[0]), torch.ones_like(figures[0])
-        assert form.gradient(kept, Slopes(zero_P, zero_P, one_P)).abs().max() < 1e-6
+def test_equal_laws_have_no_distance_and_ties_no_slope() -> None:
+    draft_PV, _, _, labels_P = random_rows(4, 100, torch.device("cpu"), torch.float32)
+    figures, kept = reference.compare(draft_PV, draft_PV, torch.arange(4), labels_P)
+    torch.testing.assert_close(figures.acceptance_P, torch.ones(4))
+    torch.testing.assert_close(figures.divergence_P, torch.zeros(4), atol=1e-6, rtol=0)
+    assert figures.agrees_P.all()
+    assert reference.gradient(kept, Slopes(torch.zeros(4), torch.zeros(4), torch.ones(4))).abs().max() < 1e-6
 
 
 def weigh(rows: slice, figures: Figures) -> Slopes:
@@ -190,26 +149,3 @@ def test_autocast_and_a_head_in_bfloat16_keep_the_dtypes_of_the_gradients() -> N
     for ours, right in zip(torch.autograd.grad(low, leaves), torch.autograd.grad(plain, leaves), strict=True):
         assert ours.dtype == torch.float32
         assert 0 < far(ours, right.double()) < 3e-2
-
-
-def test_the_kernels_compile_for_sm90_without_spills() -> None:
-    logits = {"draft": "*bf16", "teacher": "*bf16", "teacher_rows": "*i64", "labels": "*i64", "figures": "*fp32"}
-    shape = {"V": 157184, "GROUP": kernel.GROUP, "LANES": kernel.LANES}
-    slopes = dict.fromkeys(("by_logprob", "by_divergence", "by_acceptance"), "*fp32")
-    kernels: list[dict[str, Any]] = [
-        {"name": name, "signature": logits | more | {"P": "i32"}, "constexprs": shape, "num_warps": kernel.WARPS}
-        for name, more in (("compare_kernel", {}), ("gradient_kernel", slopes))
-    ]
-    for compiled in compile_sm90("dspark.kernels.agreement.kernel", kernels):
-        assert compiled.spill_bytes == 0
-        assert "ld.global.v4" in compiled.ptx or "ld.global.L1::no_allocate.v4" in compiled.ptx
-
-
-@needs_gpu
-@pytest.mark.parametrize("vocab_size", [157184, 100257])
-@pytest.mark.parametrize("make", [lambda x: x.float(), lambda x: x], ids=["float32", "bf16"])
-def test_gpu_check_at_real_vocabularies(
-    vocab_size: int, make: Callable[[torch.Tensor], torch.Tensor], kernel_device: torch.device
-) -> None:
-    inputs = random_rows(96, vocab_size, kernel_device, torch.bfloat16)
-    check([make(x) if x.is_floating_point() else x for x in inputs])

@@ -61,7 +61,6 @@ class _Judged(torch.autograd.Function):
         kind = hidden_ND.device.type
         is_low = torch.is_autocast_enabled(kind)
         work = torch.get_autocast_dtype(kind) if is_low else markov_VR.dtype
-        compare, gradient = _forms(hidden_ND)
         head, markov = head_VD.to(work) if is_low else head_VD, markov_VR.to(work)
         by_hidden_ND, by_mixed_NR = torch.empty_like(hidden_ND), torch.empty_like(mixed_NR)
         by_markov_VR = torch.zeros_like(markov_VR, dtype=torch.promote_types(markov_VR.dtype, torch.float32))
@@ -73,8 +72,8 @@ class _Judged(torch.autograd.Function):
                 draft_PV = functional.linear(hidden_ND[rows].to(head.dtype), head).to(work)
                 draft_PV.addmm_(mixed_PR, markov.T)
                 teacher_MV = functional.linear(teacher_MD[teachers].to(head.dtype), head).to(work)
-                figures, kept = compare(draft_PV, teacher_MV, teacher_rows_P, labels_N[rows])
-                gradient_PV = gradient(kept, price(rows, figures)).to(work)
+                figures, kept = reference.compare(draft_PV, teacher_MV, teacher_rows_P, labels_N[rows])
+                gradient_PV = reference.gradient(kept, price(rows, figures)).to(work)
                 by_hidden_ND[rows] = (gradient_PV.to(head.dtype) @ head).to(by_hidden_ND.dtype)
                 by_mixed_NR[rows] = (gradient_PV @ markov).to(by_mixed_NR.dtype)
                 by_markov_VR += gradient_PV.T @ mixed_PR
@@ -89,11 +88,3 @@ class _Judged(torch.autograd.Function):
     def backward(ctx: Any, pull: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, mixed, markov = (gradient * pull.to(gradient.dtype) for gradient in ctx.saved_tensors)
         return hidden, mixed, None, markov, None, None, None, None
-
-
-def _forms(x: Tensor) -> tuple[Any, Any]:
-    if not x.is_cuda:
-        return reference.compare, reference.gradient
-    from dspark.kernels.agreement import kernel  # Triton, which a CPU may lack
-
-    return kernel.compare, kernel.gradient
