@@ -15,11 +15,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from dspark.cli.identity import folder_fields
+from dspark.cli.probe import decode_and_keep_best, load_probe
 from dspark.config import RunConfig, load_run
 from dspark.distributed import parent_command, start_accelerator
 from dspark.draft.model import DraftModel
 from dspark.errors import DraftMismatchError, DsparkError, one_line
-from dspark.export import FolderFields, architecture_for, read_draft, write_draft
+from dspark.eval.probe import Probe
+from dspark.export import read_draft, write_draft
 from dspark.export.draft_config import config_json
 from dspark.files import claim
 from dspark.record.format import MANIFEST_FILE
@@ -59,12 +62,14 @@ def main(
     launch = describe_training(sys.argv, reader.folder / MANIFEST_FILE, processes)
     check_run_folder(run, launch, resume)
     learner = prepare(accelerator, build_draft(run, reader), run)
-    with claim(run.train.folder) if accelerator.is_main_process else nullcontext():
-        train(learner, reader, launch, resume)
+    is_main = accelerator.is_main_process  # the only process that holds the target, and only to probe
+    probe = load_probe(run, accelerator.device) if is_main and run.train.probe_every_steps else None
+    with claim(run.train.folder) if is_main else nullcontext():
+        train(learner, reader, launch, resume, probe)
     accelerator.end_training()
 
 
-def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume: bool) -> None:
+def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume: bool, probe: Probe | None) -> None:
     """Step until done and save; every process calls it, and no other run writes into the folder meanwhile."""
     accelerator, run = learner.accelerator, learner.run
     folder, is_main = run.train.folder, accelerator.is_main_process
@@ -74,6 +79,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     if resume and (found := checkpoints(folder / "checkpoints")):
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)
     accelerator.wait_for_everyone()
+    origin = launch | {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
     if is_main:
         write_run_folder(run, launch)
         drop_rows_after(folder, done.step)
@@ -90,8 +96,12 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             metrics.add(train_step(learner, window, done.step))
             done = TrainingProgress(done.step + 1, done.sequences_seen + share.sequences_per_step)
             is_saved = done.step % run.train.save_every_steps == 0 or done.step == run.train.steps
-            if is_saved or done.step % run.train.log_every_steps == 0:
+            is_probed = run.train.probe_every_steps and done.step % run.train.probe_every_steps == 0
+            if is_saved or is_probed or done.step % run.train.log_every_steps == 0:
                 row = metrics.row(done.step, learning_rate(done.step - 1, run.train))
+                if is_probed:
+                    row |= decode_and_keep_best(learner, probe, done.step, origin)
+                    metrics = PooledMetrics()  # its clock starts anew: the probe's time is not training's
                 accelerator.log(row, step=done.step)
                 if is_main:
                     append_row(folder, row)
@@ -103,8 +113,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     if run.train.ema_decay:
         use_average(learner.draft, learner.optimizer)
     if is_main:
-        origin = {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
-        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=launch | origin)
+        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=origin)
         show(f"wrote {folder / 'draft'}")
 
 
@@ -123,13 +132,6 @@ def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
     draft = fresh_draft(run.draft, run.seed)
     draft.bind(embedding_VD, head_VD)
     return draft
-
-
-def folder_fields(run: RunConfig) -> FolderFields:
-    """What the exported config.json says beside the architecture."""
-    facts = target_facts(run.target.path)
-    ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
-    return FolderFields(*ids, run.train.num_anchors, architecture_for(facts.architecture))
 
 
 @contextmanager

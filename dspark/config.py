@@ -162,6 +162,10 @@ class TrainSection(Section):
     """Compute each layer again in the backward pass instead of keeping its activations."""
     save_every_steps: PositiveInt = 500
     log_every_steps: PositiveInt = 10
+    probe_every_steps: NonNegativeInt = 0
+    """Above 0, decode with the draft on the target so often, and keep the best draft in train.folder/best."""
+    probe_prompts: PositiveInt = 8
+    """The first ones of the first of eval.tasks."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     init_from: str | None = None
     """An exported draft to start from."""
@@ -197,6 +201,9 @@ class RunConfig(Section):
         weight = self.objective.confidence
         if weight and not self.draft.enable_confidence_head:
             raise ValueError(f"objective.confidence is {weight:g} but draft.enable_confidence_head is false; mend one")
+        if self.train.probe_every_steps and not self.eval.tasks:
+            often = self.train.probe_every_steps
+            raise ValueError(f"train.probe_every_steps is {often} but eval.tasks is empty; name a task, or set it to 0")
         return self
 
 

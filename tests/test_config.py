@@ -49,6 +49,8 @@ def test_an_override_changes_one_value(run_file: Path) -> None:
         ("record.max_tokens=9999", ["record.max_tokens", "max_position_embeddings", "4096", "9999"]),
         ("draft.enable_confidence_head=false", ["objective.confidence", "enable_confidence_head"]),
         ("draft.num_key_value_heads=3", ["num_attention_heads", "multiple"]),
+        ("train.probe_every_steps=-1", ["train.probe_every_steps", "greater than or equal to 0", "-1"]),
+        ("train.probe_prompts=0", ["train.probe_prompts", "greater than or equal to 1", "0"]),
         ("train.steps=", ["train.steps", "None"]),
         ("train=3", ["train"]),
         ("steps", ["--set steps", "section.key=value"]),
@@ -60,6 +62,11 @@ def test_a_wrong_value_gets_one_error_with_place_and_finding(run_file: Path, ove
         load_run(run_file, (override,))
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_probe_without_a_task_is_refused(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.probe_every_steps is 5 but eval.tasks is empty; name a task"):
+        load_run(run_file, ("train.probe_every_steps=5", "eval.tasks=[]"))
 
 
 def test_a_missing_key_is_named(run_file: Path) -> None:

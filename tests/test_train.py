@@ -20,11 +20,13 @@ from training_run import make_sequences, run_fields, write_record, write_run
 from typer.testing import CliRunner
 
 import train
+from dspark.cli.probe import load_probe
 from dspark.config import load_run
 from dspark.errors import CheckpointError, ConfigError, RecordError
 from dspark.export import read_draft
 from dspark.files import claim
 from dspark.target.loading import load_tables, target_fingerprint
+from dspark.train.log import DECODED
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -35,8 +37,23 @@ LAST = "checkpoints/step-00000010"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a record, config.yaml, and in run/ the ten steps of it in one process, averaged."""
     folder = tmp_path_factory.mktemp("training")
+    (folder / "prompts.jsonl").write_text('{"prompt": "add"}\n{"text": "def add("}\n{"prompt": "more"}\n')
     train.main(write_run(folder, ema_decay=0.75))
     return folder
+
+
+def probing(place: Path, folder: Path) -> list[str]:
+    """The overrides that probe the draft where the run is logged, in a folder of its own."""
+    chosen = {"folder": folder, "probe_every_steps": 2, "probe_prompts": 2}
+    task = [f"eval.tasks=[{place / 'prompts.jsonl'}]", "eval.max_new_tokens=12"]
+    return [*(f"train.{name}={value}" for name, value in chosen.items()), *task]
+
+
+@pytest.fixture(scope="module")
+def probed(place: Path) -> Path:
+    """The same ten steps with a probe after every second."""
+    train.main(place / "config.yaml", probing(place, place / "probed"))
+    return place / "probed"
 
 
 def half_way(place: Path, folder: Path) -> list[str]:
@@ -68,6 +85,15 @@ def assert_same(folder: Path, expected: Path, tolerance: float) -> None:
         assert row == pytest.approx(wanted_row, rel=max(tolerance, 1e-12) * 100)
 
 
+def assert_same_best(folder: Path, expected: Path) -> None:
+    found, wanted = (json.loads((each / "best" / "provenance.json").read_text()) for each in (folder, expected))
+    assert all(found[name] == wanted[name] for name in ("step", DECODED, "target_fingerprint", "run"))
+    tables = load_tables(expected.parent / "target")
+    drafts = [read_draft(each / "best", tables).state_dict() for each in (folder, expected)]
+    for name, tensor in drafts[0].items():
+        torch.testing.assert_close(tensor, drafts[1][name], rtol=2**-8, atol=1e-6)  # one rounding to bfloat16
+
+
 def launch(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "DS_"))}
     variables = inherited | {"PATH": f"{BIN}:{os.environ['PATH']}"} | environment
@@ -92,47 +118,114 @@ def test_so_they_are_with_muon_a_late_decay_and_layers_computed_again(tmp_path: 
     assert (tmp_path / "half" / draft).read_bytes() == (tmp_path / "run" / draft).read_bytes()
 
 
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(place: Path, tmp_path: Path) -> None:
-    overrides = [f"train.folder={tmp_path / 'run'}"]
-    command = [sys.executable, "train.py", "--config", str(place / "config.yaml"), "--set", overrides[0]]
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(place: Path, probed: Path, tmp_path: Path) -> None:
+    overrides = probing(place, tmp_path / "run")
+    command = [sys.executable, "train.py", "--config", str(place / "config.yaml")]
+    command += [word for override in overrides for word in ("--set", override)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not (tmp_path / "run" / "checkpoints" / "step-00000005").is_dir():
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
     train.main(place / "config.yaml", overrides, resume=True)
-    assert_same(tmp_path / "run", place / "run", tolerance=0.0)
+    assert_same(tmp_path / "run", probed, tolerance=0.0)
+    assert_same_best(tmp_path / "run", probed)
+    weights = "best/model.safetensors"
+    assert (tmp_path / "run" / weights).read_bytes() == (probed / weights).read_bytes()
 
 
-def test_two_processes_learn_what_one_does(place: Path, tmp_path: Path) -> None:
+def test_two_processes_learn_and_decode_what_one_does(place: Path, probed: Path, tmp_path: Path) -> None:
     done = launch(
         "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0",
-        "train.py", "--config", str(place / "config.yaml"),
-        "--set", f"train.folder={tmp_path / 'run'}", "--set", "train.accumulation_steps=2",
+        "train.py", "--config", str(place / "config.yaml"), "--set", "train.accumulation_steps=2",
+        *(word for override in probing(place, tmp_path / "run") for word in ("--set", override)),
         ACCELERATE_USE_CPU="true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 x cpu, distributed: multi_cpu" in done.stdout
-    assert_same(tmp_path / "run", place / "run", tolerance=1e-6)
+    assert_same(tmp_path / "run", probed, tolerance=1e-6)
+    assert_same_best(tmp_path / "run", probed)
 
 
 @pytest.mark.parametrize(("stage", "is_resumed"), [(1, True), (2, False)])
 def test_deepspeed_learns_what_one_process_does_and_goes_on_with_its_checkpoints(
-    place: Path, tmp_path: Path, request: pytest.FixtureRequest, stage: int, is_resumed: bool
+    place: Path, probed: Path, tmp_path: Path, request: pytest.FixtureRequest, stage: int, is_resumed: bool
 ) -> None:
     extensions = request.config.cache.mkdir("torch_extensions")  # DeepSpeed compiles one op, the first time only
-    overrides = [f"train.folder={tmp_path / 'run'}"]
+    overrides, expected = probing(place, tmp_path / "run"), probed
     if is_resumed:
-        half_way(place, tmp_path / "run")
+        overrides, expected = half_way(place, tmp_path / "run"), place / "run"
     done = launch(
         "accelerate", "launch", "--config_file", f"configs/accelerate/deepspeed_zero{stage}.yaml",
         "--num_processes", "2", "--main_process_port", "0",
         "train.py", "--config", str(place / "config.yaml"), *(["--resume"] if is_resumed else []),
-        "--set", overrides[0], "--set", "train.accumulation_steps=2",
+        "--set", "train.accumulation_steps=2", *(word for override in overrides for word in ("--set", override)),
         DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(extensions),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 x cpu, distributed: deepspeed" in done.stdout
-    assert_same(tmp_path / "run", place / "run", tolerance=1e-6)
+    assert_same(tmp_path / "run", expected, tolerance=1e-6)
+    if not is_resumed:
+        assert_same_best(tmp_path / "run", probed)
+
+
+def test_probes_leave_training_as_it_is_bit_for_bit(place: Path, probed: Path, tmp_path: Path) -> None:
+    shutil.copytree(probed, tmp_path / "run")
+    rows = [{key: value for key, value in row.items() if key != DECODED} for row in rows_of(probed)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert_same(tmp_path / "run", place / "run", tolerance=0.0)
+    for file in ("config.json", "model.safetensors"):
+        assert (probed / "draft" / file).read_bytes() == (place / "run" / "draft" / file).read_bytes()
+    assert [row["step"] for row in rows_of(probed) if DECODED in row] == [2, 4, 6, 8, 10]
+
+
+def test_a_probe_decodes_as_dspark_eval_does_and_the_best_draft_is_the_one_it_decoded(
+    place: Path, probed: Path
+) -> None:
+    lengths = {row["step"]: row[DECODED] for row in rows_of(probed) if DECODED in row}
+    made = json.loads((probed / "best" / "provenance.json").read_text())
+    assert made[DECODED] == max(lengths.values()) == lengths[made["step"]]
+    assert len(set(lengths.values())) > 1
+    draft = read_draft(probed / "best", load_tables(place / "target"))
+    run = load_run(place / "config.yaml", tuple(probing(place, probed)))
+    assert load_probe(run, torch.device("cpu"))(draft) == pytest.approx(made[DECODED], rel=0.1)  # rounded to bfloat16
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *lengths: float) -> None:
+    """Probes that find these lengths, one after the other."""
+    values = iter(lengths)
+    monkeypatch.setattr(train, "load_probe", lambda run, device: lambda draft: next(values))
+
+
+def test_the_first_of_the_longest_is_the_best_and_a_resumed_run_knows_it(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = place / "config.yaml", tmp_path / "run"
+    overrides = probing(place, folder)
+    scripted(monkeypatch, 1.5, 2.0, 1.75, 2.0, 1.25)
+    train.main(config, [*overrides, "train.trackers=[tensorboard]"])
+    made = json.loads((folder / "best" / "provenance.json").read_text())
+    assert (made["step"], made[DECODED]) == (4, 2.0)
+    [events] = (folder / "dspark").glob("events.*")
+    assert DECODED.encode() in events.read_bytes()
+    weights = (folder / "best" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / LAST)
+    scripted(monkeypatch, 1.75, 2.0, 1.25)
+    train.main(config, overrides, resume=True)
+    assert (folder / "best" / "model.safetensors").read_bytes() == weights
+    assert json.loads((folder / "best" / "provenance.json").read_text()) == made
+    shutil.rmtree(folder / LAST)
+    scripted(monkeypatch, 1.75, 2.5, 1.25)
+    train.main(config, overrides, resume=True)
+    assert json.loads((folder / "best" / "provenance.json").read_text())["step"] == 8
+
+
+def test_a_probe_that_cannot_be_is_refused_before_the_first_step(place: Path, probed: Path, tmp_path: Path) -> None:
+    overrides = probing(place, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"task none: not known"):
+        train.main(place / "config.yaml", [*overrides, "eval.tasks=[none]"])
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"train.probe_prompts is 2 there and 3 now"):
+        train.main(place / "config.yaml", [*probing(place, probed), "train.probe_prompts=3"], resume=True)
 
 
 @pytest.mark.parametrize(

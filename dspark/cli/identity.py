@@ -1,4 +1,4 @@
-"""What a run's words and states come from, as the headers of responses and records state it."""
+"""What a run's words, states and draft come from, as responses, records and exported folders state it."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from dspark.config import RunConfig
+from dspark.export import FolderFields, architecture_for
 from dspark.provenance import commit, versions
-from dspark.target.loading import target_fingerprint
+from dspark.target.loading import target_facts, target_fingerprint
 from dspark.target.tokenizer import template_fingerprint, tokenizer_fingerprint
 
 
@@ -22,3 +23,10 @@ def describe_origin(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizer
         "dtype": run.target.dtype,
         "versions": {"commit": commit()} | versions(),
     }
+
+
+def folder_fields(run: RunConfig) -> FolderFields:
+    """What the exported config.json says beside the architecture."""
+    facts = target_facts(run.target.path)
+    ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
+    return FolderFields(*ids, run.train.num_anchors, architecture_for(facts.architecture))

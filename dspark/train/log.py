@@ -15,6 +15,7 @@ from dspark.files import write_whole
 from dspark.train.objective import Metrics
 
 METRICS = "metrics.jsonl"
+DECODED = "decoded_acceptance_length"
 Row = dict[str, float]
 
 
@@ -85,9 +86,17 @@ def drop_rows_after(folder: Path, step: int) -> None:
     write_whole(path, "".join(kept))
 
 
+def longest_decoded(folder: Path) -> float:
+    """The longest decoded acceptance length in the run's metrics.jsonl; 0 before the first."""
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return max((json.loads(line).get(DECODED, 0.0) for line in lines), default=0.0)
+
+
 def describe(row: Row) -> str:
-    """A row in one line: loss, acceptance length, speed, learning rate."""
+    """A row in one line: loss, acceptance length (and the decoded one, if any), speed, learning rate."""
+    decoded = f" ({row[DECODED]:.2f} decoded)" if DECODED in row else ""
     return (
-        f"step {row['step']}  loss {row['loss']:.4f}  acceptance length {row['acceptance_length']:.2f}  "
+        f"step {row['step']}  loss {row['loss']:.4f}  acceptance length {row['acceptance_length']:.2f}{decoded}  "
         f"{row['tokens_per_second']:,.0f} tokens/s  learning rate {row['learning_rate']:.2e}"
     )

@@ -13,16 +13,18 @@ from dspark.files import file_sha256, write_whole
 from dspark.provenance import describe_launch
 from dspark.train.checkpoint import checkpoints
 
-RUN, PROVENANCE = "run.yaml", "provenance.json"
+RUN, PROVENANCE, BEST = "run.yaml", "provenance.json", "best"
 RECORD = "record_manifest_sha256"
 SAME_WHEN_RESUMED = ("seed", "draft", "objective", "train.optimizer", "train.ema_decay")
+SAME_WHEN_PROBED = ("train.probe_prompts", "eval.tasks", "eval.max_new_tokens")
+"""What the texts of a probe depend on beside the seed."""
 
 
 def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -> None:
     """Refuse to train into a folder that holds another run. Reads only; every process may call it.
     Raises: ConfigError when the folder holds a run and ``is_resumed`` is false, or the run to resume has another seed,
-    draft, objective, optimizer, moving average or record. Steps, learning rate and the like may change; the folder's
-    run.yaml then follows.
+    draft, objective, optimizer, moving average or record, or would choose the best draft by other texts than before.
+    Steps, learning rate and the like may change; the folder's run.yaml then follows.
     """
     folder = run.train.folder
     path = folder / RUN
@@ -37,7 +39,9 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
         if int(place.name.removeprefix("step-")) > run.train.steps:
             raise ConfigError(f"{place}: has done more than train.steps {run.train.steps}; raise train.steps to go on")
     trees = load_run(path).model_dump(mode="json"), run.model_dump(mode="json")
-    pairs = [(name, *(reduce(getitem, name.split("."), tree) for tree in trees)) for name in SAME_WHEN_RESUMED]
+    is_compared = run.train.probe_every_steps and (folder / BEST).is_dir()
+    names = SAME_WHEN_RESUMED + (SAME_WHEN_PROBED if is_compared else ())
+    pairs = [(name, *(reduce(getitem, name.split("."), tree) for tree in trees)) for name in names]
     for name, there, here in [*pairs, (RECORD, _recorded(folder / PROVENANCE), launch[RECORD])]:
         if there != here:
             raise ConfigError(f"{path}: {name} is {there} there and {here} now; choose another train.folder")

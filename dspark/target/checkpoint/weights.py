@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ class Checkpoint:
     def names(self) -> tuple[str, ...]:
         """Every tensor that a loader has to place."""
         return tuple(name for name in self._file_of if not re.match(r"model\.mtp|.*rotary_emb\.inv_freq", name))
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all of them."""
+        return sum(prod(self._slice(name).get_shape()) for name in self.names)
 
     def check(self, expected: Mapping[str, TensorSpec]) -> None:
         """Compare names, shapes and dtypes with what the model needs, before a byte of data is read.

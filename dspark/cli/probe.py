@@ -1,0 +1,76 @@
+"""Probes during training: target and prompts loaded and tried before the first step, and the best draft kept."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.cli.identity import folder_fields
+from dspark.config import RunConfig
+from dspark.data.chat import ChatFormat, encode_prompt
+from dspark.decode.sampling import Sampling
+from dspark.errors import ConfigError, PromptError
+from dspark.eval.measure import decode_prompts
+from dspark.eval.probe import Probe
+from dspark.eval.tasks import load_task
+from dspark.export import write_draft
+from dspark.target.checkpoint.weights import Checkpoint
+from dspark.target.loading import load_target, locate_target, target_facts
+from dspark.target.tokenizer import load_tokenizer
+from dspark.train.log import DECODED, Row, longest_decoded
+from dspark.train.run_folder import BEST
+from dspark.train.step import Learner
+
+TEMPERATURE, MAX_NEW_TOKENS = 1.0, 64
+
+
+def load_probe(run: RunConfig, device: torch.device) -> Probe:
+    """The probe of a run, its target on ``device``. What no probe could do is refused here, not at a later step.
+    Raises: ConfigError when the target does not fit; PromptError when it ends every text at once, or as ``load_task``.
+    """
+    folder = locate_target(run.target.path)
+    stop_ids, dtype = target_facts(folder).stop_token_ids, getattr(torch, run.target.dtype)
+    chat = ChatFormat(load_tokenizer(folder), stop_ids, run.data.is_thinking)
+    task = run.eval.tasks[0]
+    prompts = tuple(encode_prompt(chat, each) for each in load_task(task, run.train.probe_prompts))
+    check_room(folder, dtype, device)
+    target = load_target(folder, target_layer_ids=run.draft.target_layer_ids, dtype=dtype, device=device)
+    sampling = Sampling(TEMPERATURE, min(MAX_NEW_TOKENS, run.eval.max_new_tokens), stop_ids)
+    # The first token is the target's own in every probe: a draft has no say in it.
+    texts = decode_prompts(target, None, prompts, replace(sampling, max_new_tokens=1), run.seed)
+    if all(int(text.ids_T[0]) in stop_ids for text in texts):
+        number = f"train.probe_prompts: all {len(texts)} texts of {task}"
+        raise PromptError(f"{number} stop at their first token; use prompts that the target answers")
+    return Probe(target, prompts, sampling, run.seed)
+
+
+def decode_and_keep_best(learner: Learner, probe: Probe | None, step: int, origin: dict[str, Any]) -> Row:
+    """Probe the draft as it is and, when no row of the log has a longer one, write it; the other processes wait.
+    It is written before its row and its checkpoint: whatever a kill undoes is decoded again by the run that goes on.
+    Returns: what the row gains, on the main process.
+    """
+    found: Row = {}
+    if probe:
+        draft, run = learner.draft, learner.run
+        found = {DECODED: probe(draft)}
+        if found[DECODED] > longest_decoded(run.train.folder):
+            made = origin | {"step": step} | found
+            write_draft(draft, run.train.folder / BEST, folder_fields(run), provenance=made)
+    learner.accelerator.wait_for_everyone()
+    return found
+
+
+def check_room(folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a target whose weights are more than the GPU's free memory, or the machine's memory for a CPU.
+    Raises: ConfigError with both sizes.
+    """
+    needed = Checkpoint(folder).num_parameters * dtype.itemsize
+    has_gpu = device.type == "cuda"
+    room = torch.cuda.mem_get_info(device)[0] if has_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > room:
+        raise ConfigError(
+            f"train.probe_every_steps: a probe holds the whole target in one process: {folder} takes "
+            f"{needed / 1e9:.1f} GB, {device} has {room / 1e9:.1f} GB; set it to 0, or train where the target fits"
+        )
