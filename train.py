@@ -107,14 +107,19 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
                     append_row(folder, row)
                 show(describe(row), done.step)
             if is_saved:
-                state = gather_state(learner.draft, learner.optimizer)
-                if is_main:
-                    save_checkpoint(folder / "checkpoints", done, *state)
+                save(learner, done)
     if run.train.ema_decay:
         use_average(learner.draft, learner.optimizer)
     if is_main:
         write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=origin)
         show(f"wrote {folder / 'draft'}")
+
+
+def save(learner: Learner, done: TrainingProgress) -> None:
+    """Write a checkpoint; every process calls it, for each may hold a part of the optimizer's state."""
+    state = gather_state(learner.draft, learner.optimizer)
+    if learner.accelerator.is_main_process:
+        save_checkpoint(learner.run.train.folder / "checkpoints", done, *state)
 
 
 def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:

@@ -135,6 +135,10 @@ class ObjectiveSection(Section):
         return self
 
 
+PROBE_TOKENS = 64
+"""Of a prompt in a probe at most; ``eval.max_new_tokens`` may say fewer."""
+
+
 class TrainSection(Section):
     """The optimisation."""
 
@@ -152,7 +156,7 @@ class TrainSection(Section):
     schedule: Literal["cosine", "wsd"] = "cosine"
     """After the warm-up: a cosine, or stable and then a linear decay (wsd)."""
     decay_ratio: Fraction = 0.2
-    """The last part of the steps, in which wsd decays."""
+    """The last part of the steps, in which wsd decays; of no effect with cosine."""
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     max_grad_norm: PositiveFloat = 1.0
@@ -163,7 +167,8 @@ class TrainSection(Section):
     save_every_steps: PositiveInt = 500
     log_every_steps: PositiveInt = 10
     probe_every_steps: NonNegativeInt = 0
-    """Above 0, decode with the draft on the target so often, and keep the best draft in train.folder/best."""
+    """Above 0, decode with the draft on the target so often, and keep the best in train.folder/best (its weights as
+    they are, not their moving average)."""
     probe_prompts: PositiveInt = 8
     """The first ones of the first of eval.tasks."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()

@@ -217,6 +217,15 @@ def test_the_first_of_the_longest_is_the_best_and_a_resumed_run_knows_it(
     scripted(monkeypatch, 1.75, 2.5, 1.25)
     train.main(config, overrides, resume=True)
     assert json.loads((folder / "best" / "provenance.json").read_text())["step"] == 8
+    shutil.rmtree(folder / LAST)
+    scripted(monkeypatch, 1.75, 2.25, 1.25)  # less than what is kept, though the log forgot that row
+    train.main(config, overrides, resume=True)
+    assert json.loads((folder / "best" / "provenance.json").read_text())[DECODED] == 2.5
+    (folder / "best" / "provenance.json").write_text("{}")
+    shutil.rmtree(folder / LAST)
+    scripted(monkeypatch, 1.75, 2.25, 1.25)
+    with pytest.raises(CheckpointError, match=r"expected decoded_acceptance_length .*delete .*best"):
+        train.main(config, overrides, resume=True)
 
 
 def test_a_probe_that_cannot_be_is_refused_before_the_first_step(place: Path, probed: Path, tmp_path: Path) -> None:

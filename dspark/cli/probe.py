@@ -1,5 +1,6 @@
 """Probes during training: target and prompts loaded and tried before the first step, and the best draft kept."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,10 @@ from typing import Any
 import torch
 
 from dspark.cli.identity import folder_fields
-from dspark.config import RunConfig
+from dspark.config import PROBE_TOKENS, RunConfig
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode.sampling import Sampling
-from dspark.errors import ConfigError, PromptError
+from dspark.errors import CheckpointError, ConfigError, PromptError
 from dspark.eval.measure import decode_prompts
 from dspark.eval.probe import Probe
 from dspark.eval.tasks import load_task
@@ -19,11 +20,11 @@ from dspark.export import write_draft
 from dspark.target.checkpoint.weights import Checkpoint
 from dspark.target.loading import load_target, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
-from dspark.train.log import DECODED, Row, longest_decoded
-from dspark.train.run_folder import BEST
+from dspark.train.log import DECODED, Row
+from dspark.train.run_folder import BEST, PROVENANCE
 from dspark.train.step import Learner
 
-TEMPERATURE, MAX_NEW_TOKENS = 1.0, 64
+TEMPERATURE = 1.0
 
 
 def load_probe(run: RunConfig, device: torch.device) -> Probe:
@@ -37,7 +38,7 @@ def load_probe(run: RunConfig, device: torch.device) -> Probe:
     prompts = tuple(encode_prompt(chat, each) for each in load_task(task, run.train.probe_prompts))
     check_room(folder, dtype, device)
     target = load_target(folder, target_layer_ids=run.draft.target_layer_ids, dtype=dtype, device=device)
-    sampling = Sampling(TEMPERATURE, min(MAX_NEW_TOKENS, run.eval.max_new_tokens), stop_ids)
+    sampling = Sampling(TEMPERATURE, min(PROBE_TOKENS, run.eval.max_new_tokens), stop_ids)
     # The first token is the target's own in every probe: a draft has no say in it.
     texts = decode_prompts(target, None, prompts, replace(sampling, max_new_tokens=1), run.seed)
     if all(int(text.ids_T[0]) in stop_ids for text in texts):
@@ -47,19 +48,30 @@ def load_probe(run: RunConfig, device: torch.device) -> Probe:
 
 
 def decode_and_keep_best(learner: Learner, probe: Probe | None, step: int, origin: dict[str, Any]) -> Row:
-    """Probe the draft as it is and, when no row of the log has a longer one, write it; the other processes wait.
+    """Probe the draft as it is and, when it decodes longer than the one that is kept, keep it; other processes wait.
     It is written before its row and its checkpoint: whatever a kill undoes is decoded again by the run that goes on.
-    Returns: what the row gains, on the main process.
+    Returns: what the row gains, on the main process. Raises: CheckpointError when the kept one's provenance is damaged.
     """
     found: Row = {}
     if probe:
         draft, run = learner.draft, learner.run
         found = {DECODED: probe(draft)}
-        if found[DECODED] > longest_decoded(run.train.folder):
+        if found[DECODED] > kept_length(run.train.folder / BEST):
             made = origin | {"step": step} | found
             write_draft(draft, run.train.folder / BEST, folder_fields(run), provenance=made)
     learner.accelerator.wait_for_everyone()
     return found
+
+
+def kept_length(best: Path) -> float:
+    """The decoded acceptance length of the draft that is kept; 0 before the first."""
+    path = best / PROVENANCE
+    try:
+        return float(json.loads(path.read_text(encoding="utf-8"))[DECODED]) if path.is_file() else 0.0
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected {DECODED} ({error!r}); delete {best} to choose the best anew"
+        ) from error
 
 
 def check_room(folder: Path, dtype: torch.dtype, device: torch.device) -> None:

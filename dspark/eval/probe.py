@@ -26,9 +26,6 @@ class Probe:
         """Decode with the draft as it is; training goes on as if nothing had happened. Returns: the mean acceptance
         length with the bonus token, over the rounds of all prompts. Raises: PromptError as ``decode_prompts``.
         """
-        is_training = draft.training
-        draft.eval()
         measurement = measure(self.target, draft, ("probe", self.prompts), self.sampling, self.seed)
-        draft.train(is_training)
         assert measurement.acceptance is not None, "measure refuses texts without a round"
         return measurement.acceptance.mean_acceptance_length

@@ -51,9 +51,11 @@ def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], d
 @torch.no_grad()
 def use_average(draft: nn.Module, optimizer: Any) -> None:
     """Put the moving average that the optimizer keeps in place of the draft's parameters, to export it."""
-    moments = gather_state(draft, optimizer)[1]
-    for name, parameter in draft.named_parameters():
-        parameter.copy_(moments[f"{EMA}.{name}"])
+    for parameter in draft.parameters():
+        if hasattr(parameter, "_hp_mapping"):
+            parameter.copy_(sum_over_ranks(_unflatten(parameter, _slices(parameter, optimizer, [EMA])[1])))
+        else:
+            parameter.copy_(optimizer.state[parameter][EMA])
 
 
 def save_checkpoint(

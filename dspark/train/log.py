@@ -86,13 +86,6 @@ def drop_rows_after(folder: Path, step: int) -> None:
     write_whole(path, "".join(kept))
 
 
-def longest_decoded(folder: Path) -> float:
-    """The longest decoded acceptance length in the run's metrics.jsonl; 0 before the first."""
-    path = folder / METRICS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return max((json.loads(line).get(DECODED, 0.0) for line in lines), default=0.0)
-
-
 def describe(row: Row) -> str:
     """A row in one line: loss, acceptance length (and the decoded one, if any), speed, learning rate."""
     decoded = f" ({row[DECODED]:.2f} decoded)" if DECODED in row else ""

@@ -151,7 +151,8 @@ def objective(
     }
     # ``pull``, a zero, carries the gradients of all but the confidence, which torch makes; both stay in the graph at a
     # passing weight of 0: data parallel training wants a gradient for every parameter.
-    parts = [pull.to(dtype)] + [getattr(section, name) / weight * term for name, term in terms.items()]
+    parts = [pull.to(dtype)]
+    parts += [getattr(section, k) / weight * v for k, v in terms.items() if getattr(section, k) or k == "confidence"]
     if section.acceptance_length:
         shortfall = local_blocks.to(dtype) - lengths[section.acceptance_form] / valid_BAK.shape[-1]
         parts.append(acceptance_weight / num_blocks * shortfall)
@@ -219,7 +220,7 @@ def slot_metrics(
     """Figures over valid slots, as (numerator, denominator) pairs.
 
     ``conditional_acceptance_k``: mean acceptance of slot k given that the slots before it were accepted;
-    ``argmax_agreement``: how often the teacher's most likely token is the draft's.
+    ``argmax_agreement``: how often the teacher's most likely token is one of the draft's (in 16 bits several can be).
     ``confidence_bias`` and ``confidence_abs_error``: weighted mean and mean size of confidence - acceptance;
     ``confidence_cumprod_bias`` compares the products of both over the slots so far. Source: DeepSpec's training log.
     """

@@ -40,7 +40,8 @@ def build_optimizer(draft: nn.Module, section: TrainSection) -> torch.optim.Opti
     if section.optimizer == "adamw":
         return adamw(draft, section)
     matrices = [p for name, p in draft.named_parameters() if name.startswith(MUON_PARTS) and p.ndim == 2]
-    rest = nn.ParameterList(p for p in draft.parameters() if p not in set(matrices))
+    hidden = set(matrices)
+    rest = nn.ParameterList(p for p in draft.parameters() if p not in hidden)
     rate, decay = section.learning_rate, section.weight_decay
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     return MuonAndAdamW(muon, adamw(rest, section))

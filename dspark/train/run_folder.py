@@ -7,7 +7,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from dspark.config import RunConfig, load_run, save_run
+from dspark.config import PROBE_TOKENS, RunConfig, load_run, save_run
 from dspark.errors import ConfigError
 from dspark.files import file_sha256, write_whole
 from dspark.provenance import describe_launch
@@ -16,8 +16,6 @@ from dspark.train.checkpoint import checkpoints
 RUN, PROVENANCE, BEST = "run.yaml", "provenance.json", "best"
 RECORD = "record_manifest_sha256"
 SAME_WHEN_RESUMED = ("seed", "draft", "objective", "train.optimizer", "train.ema_decay")
-SAME_WHEN_PROBED = ("train.probe_prompts", "eval.tasks", "eval.max_new_tokens")
-"""What the texts of a probe depend on beside the seed."""
 
 
 def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -> None:
@@ -39,12 +37,24 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
         if int(place.name.removeprefix("step-")) > run.train.steps:
             raise ConfigError(f"{place}: has done more than train.steps {run.train.steps}; raise train.steps to go on")
     trees = load_run(path).model_dump(mode="json"), run.model_dump(mode="json")
-    is_compared = run.train.probe_every_steps and (folder / BEST).is_dir()
-    names = SAME_WHEN_RESUMED + (SAME_WHEN_PROBED if is_compared else ())
-    pairs = [(name, *(reduce(getitem, name.split("."), tree) for tree in trees)) for name in names]
+    pairs = [(name, *(reduce(getitem, name.split("."), tree) for tree in trees)) for name in SAME_WHEN_RESUMED]
+    if (folder / BEST).is_dir():
+        before, now = _probe_facts(load_run(path)), _probe_facts(run)
+        pairs += [(name, before[name], now[name]) for name in now]
     for name, there, here in [*pairs, (RECORD, _recorded(folder / PROVENANCE), launch[RECORD])]:
         if there != here:
             raise ConfigError(f"{path}: {name} is {there} there and {here} now; choose another train.folder")
+
+
+def _probe_facts(run: RunConfig) -> dict[str, Any]:
+    """What the texts of a probe depend on beside the seed and the draft."""
+    return {
+        "train.probe_prompts": run.train.probe_prompts,
+        "the first of eval.tasks": next(iter(run.eval.tasks), None),
+        "the length of a probe's texts": min(PROBE_TOKENS, run.eval.max_new_tokens),
+        "data.is_thinking": run.data.is_thinking,
+        "target.dtype": run.target.dtype,
+    }
 
 
 def _recorded(path: Path) -> str:

@@ -37,8 +37,8 @@ def lay_out(valid_BAK: Tensor, anchors_BA: Tensor, num_tokens: int, numbers: int
     """Cut the valid slots into pieces of whole blocks, of about ``numbers`` logits each. All tensors on the CPU."""
     batch, _, num_slots = valid_BAK.shape
     places_N = valid_BAK.flatten().nonzero()[:, 0]
-    last_B11 = torch.arange(batch)[:, None, None] * num_tokens
-    positions_BAK = last_B11 + slot_positions(anchors_BA, num_slots).clamp(max=num_tokens - 1)
+    first_B11 = torch.arange(batch)[:, None, None] * num_tokens
+    positions_BAK = first_B11 + slot_positions(anchors_BA, num_slots)
     teachers_N = positions_BAK.flatten()[places_N]
     block_N = places_N // num_slots
     pieces, teachers, start, end = [], [], 0, 0

@@ -110,9 +110,9 @@ def problem(dtype: torch.dtype, head_dtype: torch.dtype) -> tuple[list[torch.Ten
     return tensors, [Piece(*cut, rows_P) for cut, rows_P in zip(cuts, rows, strict=True)]
 
 
-@pytest.mark.parametrize(("dtype", "head"), [(torch.float64, torch.float64), (torch.float32, torch.float32)])
-def test_gradients_made_in_the_forward_pass_are_autograds(dtype: torch.dtype, head: torch.dtype) -> None:
-    (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N), pieces = problem(dtype, head)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_made_in_the_forward_pass_are_autograds(dtype: torch.dtype) -> None:
+    (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N), pieces = problem(dtype, dtype)
     leaves = [x.requires_grad_() for x in (hidden_ND, mixed_NR, markov_VR)]
     draft_NV = hidden_ND @ head_VD.T + mixed_NR @ markov_VR.T
     teachers_N = torch.cat([piece.teachers.start + piece.teacher_rows_P for piece in pieces])
@@ -138,14 +138,38 @@ def test_without_a_row_there_are_no_figures_and_zero_gradients() -> None:
     assert all(not x.any() for x in torch.autograd.grad(pull, leaves))
 
 
-def test_autocast_and_a_head_in_bfloat16_keep_the_dtypes_of_the_gradients() -> None:
-    (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N), pieces = problem(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize(("head", "is_low"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_low_precision_stays_near_the_truth_and_keeps_the_dtypes_of_the_gradients(
+    head: torch.dtype, is_low: bool
+) -> None:
+    (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N), pieces = problem(torch.float32, head)
     leaves = [x.requires_grad_() for x in (hidden_ND, mixed_NR, markov_VR)]
-    inputs = (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N, pieces, weigh)
-    plain, _ = agreement.judge(*inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low, figures = agreement.judge(*inputs)
+    truth, exact = agreement.judge(
+        *(x.double() for x in (hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD)), labels_N, pieces, weigh
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_low):
+        low, figures = agreement.judge(hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N, pieces, weigh)
     assert figures.acceptance_P.dtype == torch.float32
-    for ours, right in zip(torch.autograd.grad(low, leaves), torch.autograd.grad(plain, leaves), strict=True):
+    if head == torch.float32:  # the teacher's logits are never rounded to autocast's dtype
+        torch.testing.assert_close(figures.teacher_logprobs_P.double(), exact.teacher_logprobs_P, rtol=1e-5, atol=1e-5)
+    for ours, right in zip(torch.autograd.grad(low, leaves), torch.autograd.grad(truth, leaves), strict=True):
         assert ours.dtype == torch.float32
-        assert 0 < far(ours, right.double()) < 3e-2
+        assert 1e-4 < far(ours, right.double()) < 5e-2
+
+
+def test_the_gradient_of_the_markov_table_is_summed_wider_than_its_own_sixteen_bits() -> None:
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((512, 8), (512, 5), (37, 8), (37, 5), (512, 8))
+    tensors = [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]
+    labels_N = torch.randint(37, (512,), generator=generator)
+    pieces = [Piece(slice(n, n + 4), slice(n, n + 4), torch.arange(4)) for n in range(0, 512, 4)]
+
+    def price(rows: slice, figures: Figures) -> Slopes:
+        return Slopes(*(torch.ones_like(figures[0]) for _ in range(3)))
+
+    found = []
+    for kind in (torch.float64, torch.bfloat16):
+        inputs = [x.to(kind) for x in tensors]
+        pull, _ = agreement.judge(*inputs[:3], inputs[3].requires_grad_(), inputs[4], labels_N, pieces, price)
+        found.append(torch.autograd.grad(pull, inputs[3])[0])
+    assert far(found[1], found[0]) < 7e-3

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dspark.train.log import DECODED, PooledMetrics, append_row, describe, drop_rows_after, longest_decoded
+from dspark.train.log import DECODED, PooledMetrics, append_row, describe, drop_rows_after
 
 
 def pair(numerator: float, denominator: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,13 +47,3 @@ def test_the_line_for_the_eye_has_loss_acceptance_speed_and_rate() -> None:
     shown = "step 3  loss 1.2500  acceptance length 2.50  1,234 tokens/s  learning rate 6.00e-04"
     assert describe(row) == shown
     assert "acceptance length 2.50 (2.25 decoded)  1,234" in describe(row | {DECODED: 2.25})
-
-
-def test_the_longest_decoded_is_that_of_the_rows_that_are_left(tmp_path: Path) -> None:
-    assert longest_decoded(tmp_path) == 0
-    for step, length in ((2, 1.5), (4, 2.5), (6, 2.0), (8, 3.0)):
-        append_row(tmp_path, {"step": step, DECODED: length})
-        append_row(tmp_path, {"step": step + 1, "loss": 9.0})
-    assert longest_decoded(tmp_path) == 3.0
-    drop_rows_after(tmp_path, 7)
-    assert longest_decoded(tmp_path) == 2.5

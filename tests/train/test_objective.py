@@ -85,6 +85,7 @@ def test_acceptance_metrics_and_estimates_are_deepspecs(
             close(expected_acceptance_teacher_forced(block, valid), acceptance["e_tf_per_block"][b][a])
             close(expected_acceptance_ratio(block, valid), acceptance["e_ratio_per_block"][b][a])
     _, metrics = scored(case)
+    assert mean(metrics, "argmax_agreement") == pytest.approx(float(found.agrees_BAK[valid_BAK].mean()))
     tolerance = {"abs": 1e-5 if dtype == torch.float32 else 1e-9}
     expected = {f"conditional_acceptance_{k}": logged[f"accept_rate@{k}"] for k in range(5)} | {
         "cross_entropy": logged["ce_loss"],

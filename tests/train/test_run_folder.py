@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from training_run import make_run
 
-from dspark.config import load_run
+from dspark.config import RunConfig, load_run
 from dspark.errors import ConfigError
-from dspark.train.run_folder import PROVENANCE, check_run_folder, describe_training, write_run_folder
+from dspark.train.run_folder import BEST, PROVENANCE, check_run_folder, describe_training, write_run_folder
 
 LAUNCH = {"record_manifest_sha256": "1" * 64}
 
@@ -53,6 +53,31 @@ def test_a_resumed_run_may_take_longer_but_not_learn_something_else(tmp_path: Pa
         check_run_folder(longer.model_copy(update={"seed": 3}), LAUNCH, is_resumed=True)
     with pytest.raises(ConfigError, match="record_manifest_sha256"):
         check_run_folder(longer, {"record_manifest_sha256": "2" * 64}, is_resumed=True)
+
+
+def changed(run: RunConfig, section: str, **fields: Any) -> RunConfig:
+    return run.model_copy(update={section: getattr(run, section).model_copy(update=fields)})
+
+
+def test_a_best_draft_is_not_compared_on_other_texts(tmp_path: Path) -> None:
+    run = make_run(tmp_path, probe_every_steps=2)
+    write_run_folder(run, LAUNCH)
+    others = [
+        changed(run, "train", probe_prompts=3),
+        changed(run, "train", probe_prompts=3, probe_every_steps=0),
+        changed(run, "eval", tasks=("other",)),
+        changed(run, "eval", max_new_tokens=8),
+        changed(run, "data", is_thinking=not run.data.is_thinking),
+        changed(run, "target", dtype="float64"),
+    ]
+    for other in others:
+        check_run_folder(other, LAUNCH, is_resumed=True)
+    (run.train.folder / BEST).mkdir()
+    for other in others:
+        with pytest.raises(ConfigError, match=r" there and .* now; choose another train.folder"):
+            check_run_folder(other, LAUNCH, is_resumed=True)
+    same = changed(run, "eval", tasks=(*run.eval.tasks, "further"), max_new_tokens=1024)
+    check_run_folder(same, LAUNCH, is_resumed=True)
 
 
 @pytest.mark.parametrize(("field", "value"), [("optimizer", "muon"), ("ema_decay", 0.9)])

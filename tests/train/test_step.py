@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from training_run import make_run, make_sequences
 
 from dspark.distributed import start_accelerator
 from dspark.errors import TrainingError
+from dspark.train import objective as room
 from dspark.train.batches import Batch, Share, read_batch, window_draws
 from dspark.train.setup import fresh_draft, prepare
 from dspark.train.step import Learner, train_step
@@ -149,3 +151,26 @@ def test_a_step_without_a_valid_slot_learns_nothing(tmp_path: Path) -> None:
     window = [replace(batch, keep_BA=torch.zeros_like(batch.keep_BA)) for batch in make_window(learner)]
     assert float(train_step(learner, window, step=2)["loss"][0]) == 0.0
     assert not gradients(learner).any()
+
+
+def test_under_autocast_the_objective_runs_in_it_too_and_gradients_stay_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, seen = [], []
+    judge = room.judge
+
+    def spy(*inputs: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return judge(*inputs)
+
+    monkeypatch.setattr(room, "judge", spy)
+    for precision in ("no", "bf16"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        learner = make_learner(tmp_path, max_grad_norm=1e6)
+        train_step(learner, make_window(learner), step=2)
+        found.append(gradients(learner))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert set(seen[: len(seen) // 2]) == {False}
+    assert set(seen[len(seen) // 2 :]) == {True}
+    assert 1e-4 < float((found[1] - found[0]).norm() / found[0].norm()) < 5e-2

@@ -39,10 +39,10 @@ def judge(
 ) -> tuple[Tensor, Figures]:
     """Figures of N rows, and a zero that carries the loss's gradient into hidden_ND, mixed_NR and markov_VR.
 
-    A row's draft logits are ``head hidden + markov mixed``, its teacher's ``head teacher``; of both only a piece exists
-    at a time, in autocast's dtype or else in that of markov_VR. ``price`` is asked for a piece's slopes while its
-    logits are on hand, so the gradients are made in the forward pass and the logits never again. Add the zero to the
-    loss that ``price`` prices. The head and the teacher are constants.
+    A row's draft logits are ``head hidden + markov mixed``, in autocast's dtype or else in that of markov_VR; its
+    teacher's are ``head teacher``, always in the head's own. Of both only a piece exists at a time. ``price`` is asked
+    for a piece's slopes while its logits are on hand, so the gradients are made in the forward pass and the logits
+    never again. Add the zero to the loss that ``price`` prices. The head and the teacher are constants.
     Shapes: labels_N integers below V; pieces cover all rows in order. Returns: a scalar, figures of N rows, constants.
     Source: gradients in the forward pass of a chunked loss: Liger Kernel (arXiv 2410.10989) section 3.2.
     """
@@ -71,7 +71,7 @@ class _Judged(torch.autograd.Function):
                 mixed_PR = mixed_NR[rows].to(work)
                 draft_PV = functional.linear(hidden_ND[rows].to(head.dtype), head).to(work)
                 draft_PV.addmm_(mixed_PR, markov.T)
-                teacher_MV = functional.linear(teacher_MD[teachers].to(head.dtype), head).to(work)
+                teacher_MV = functional.linear(teacher_MD[teachers].to(head_VD.dtype), head_VD)
                 figures, kept = reference.compare(draft_PV, teacher_MV, teacher_rows_P, labels_N[rows])
                 gradient_PV = reference.gradient(kept, price(rows, figures)).to(work)
                 by_hidden_ND[rows] = (gradient_PV.to(head.dtype) @ head).to(by_hidden_ND.dtype)

@@ -3,7 +3,7 @@
 P rows of a piece, M teacher rows, of which several rows may share one.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,15 @@ class Slopes(NamedTuple):
     acceptance_P: Tensor
 
 
-def compare(draft_PV: Tensor, teacher_MV: Tensor, teacher_rows_P: Tensor, labels_P: Tensor) -> tuple[Figures, Any]:
+class Laws(NamedTuple):
+    """What ``gradient`` needs of a piece: both laws, q the draft's and p the teacher's, and the labels."""
+
+    q_PV: Tensor
+    p_PV: Tensor
+    label_P1: Tensor
+
+
+def compare(draft_PV: Tensor, teacher_MV: Tensor, teacher_rows_P: Tensor, labels_P: Tensor) -> tuple[Figures, Laws]:
     """Compare rows at temperature 1. Returns the figures, and what ``gradient`` keeps of the two laws.
     Shapes: logits of any float dtype; teacher_rows_P and labels_P integers.
     """
@@ -47,10 +55,10 @@ def compare(draft_PV: Tensor, teacher_MV: Tensor, teacher_rows_P: Tensor, labels
     divergence_P = teacher_logprobs_PV.sub_(draft_logprobs_PV).mul_(p_PV).sum(1)
     q_PV = draft_logprobs_PV.exp_()
     acceptance_P = torch.minimum(p_PV, q_PV).sum(1)
-    return Figures(label_q_P, label_p_P, divergence_P, acceptance_P, agrees_P), (q_PV, p_PV, label_P1)
+    return Figures(label_q_P, label_p_P, divergence_P, acceptance_P, agrees_P), Laws(q_PV, p_PV, label_P1)
 
 
-def gradient(kept: Any, slopes: Slopes) -> Tensor:
+def gradient(kept: Laws, slopes: Slopes) -> Tensor:
     """The loss's gradient with respect to the draft's logits, [P, V]: with q = draft, p = teacher,
 
         d log q(label) = onehot - q        d KL = q - p        d acceptance = q (c - sum(q c)) / 2, c = sign(p - q)
