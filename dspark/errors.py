@@ -11,7 +11,7 @@ def one_line(error: DsparkError | OSError) -> str:
         return str(error)
     return (
         f"{error.filename2 or error.filename or 'a file'}: {error.strerror}; what was written before stays. "
-        "Mend the path, its permissions or the free space, and run the same command again"
+        "Mend the path, its permissions or the free space, and run the same command again (train.py with --resume)"
     )
 
 
