@@ -2,7 +2,8 @@
 
 Shape letters (a tensor's name ends in its shape):
     B sequences, T tokens of a sequence, N rows flattened over sequences, A anchors, K slots of a block,
-    D model width, V vocabulary, H heads, E width of a head, L tapped layers, R rank of the Markov head, X experts.
+    D model width, V vocabulary, H heads, G key-value heads, E width of a head, L tapped layers,
+    R rank of the Markov head, X experts.
 
 Conventions:
     * ``target_layer_ids`` are zero-based layer outputs (hidden plus residual after layer i). No file of ours adds one.

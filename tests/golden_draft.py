@@ -53,26 +53,55 @@ class GoldenCase:
         """taps_BTLD of the draft's layers."""
         return self.states_BTLD[:, :, [i + shift for i in self.draft.config.target_layer_ids]]
 
-    def forward(self) -> DraftOutput:
-        """The training pass."""
-        output: DraftOutput = self.draft(self.ids_BT, self.taps(), self.anchors_BA, self.keep_BA)
+    @property
+    def starts_A(self) -> Tensor:
+        """Where the sequences of all blocks begin when they are packed."""
+        num_sequences, num_tokens = self.ids_BT.shape
+        return (num_tokens * torch.arange(num_sequences)).repeat_interleave(self.anchors_BA.shape[1])
+
+    @property
+    def anchors_A(self) -> Tensor:
+        """Anchors of all blocks in the packed row; a padding block stands where its sequence begins."""
+        return self.starts_A + (self.anchors_BA * self.keep_BA).flatten()
+
+    def run(self, taps_BTLD: Tensor) -> DraftOutput:
+        """The training pass on other taps."""
+        ids_T, positions_BT = self.ids_BT.flatten(), torch.arange(self.ids_BT.shape[1]).expand_as(self.ids_BT)
+        row = (ids_T, positions_BT.flatten(), taps_BTLD.flatten(0, 1), self.starts_A, self.anchors_A)
+        output: DraftOutput = self.draft(*row)
         return output
 
-    def targets(self) -> BlockTargets:
-        """Labels and validity."""
-        return block_targets(
-            self.ids_BT, self.loss_mask_BT, self.lengths_B, self.anchors_BA, self.keep_BA, self.draft.config.block_size
-        )
+    def forward(self) -> DraftOutput:
+        """The training pass: both sequences in one row, a block for every place of the file's grid."""
+        return self.run(self.taps())
+
+    def alone(self, b: int) -> tuple[DraftOutput, Teacher]:
+        """The training pass of one sequence in a row of its own, and what teaches it."""
+        anchors_A = self.anchors_BA[b] * self.keep_BA[b]
+        row = (self.ids_BT[b], torch.arange(self.ids_BT.shape[1]), self.taps()[b], torch.zeros_like(anchors_A))
+        return self.draft(*row, anchors_A), Teacher(self.teacher().head_VD, self.last_hidden_BTD[b], anchors_A)
+
+    def on_grid(self, x_AK: Tensor) -> Tensor:
+        """What is known of packed blocks in the file's order: [B, A, K, ...]."""
+        return x_AK.view(*self.anchors_BA.shape, *x_AK.shape[1:])
+
+    def targets(self, shift: int = 0) -> BlockTargets:
+        """Labels and validity of all blocks; those of the positions ``shift`` later are a mistake."""
+        block_size, found = self.draft.config.block_size, []
+        for ids_T, mask_T, anchors_A in zip(self.ids_BT, self.loss_mask_BT, self.anchors_BA, strict=True):
+            found.append(block_targets(ids_T, mask_T, anchors_A + shift, block_size))
+        valid_AK = torch.cat([each.valid_AK for each in found]) & self.keep_BA.flatten()[:, None]
+        return BlockTargets(torch.cat([each.label_ids_AK for each in found]), valid_AK)
 
     def logits(self) -> Tensor:
         """draft_logits_BAKV of the training pass."""
-        return logits_of(self.draft, self.forward())
+        return self.on_grid(logits_of(self.draft, self.forward()))
 
     def teacher(self, last_hidden_BTD: Tensor | None = None) -> Teacher:
         """What teaches, or what would with other states."""
         assert self.draft.head_VD is not None
         states_BTD = self.last_hidden_BTD if last_hidden_BTD is None else last_hidden_BTD
-        return Teacher(self.draft.head_VD, states_BTD, self.anchors_BA)
+        return Teacher(self.draft.head_VD, states_BTD.flatten(0, 1), self.anchors_A)
 
 
 def golden_case(golden: dict[str, Any], name: str, dtype: torch.dtype) -> GoldenCase:

@@ -1,4 +1,4 @@
-"""Which text positions a draft is trained on: anchors, the slots behind them, their labels and what they may see."""
+"""Which text positions a draft is trained on: anchors, the slots behind them, and their labels."""
 
 from dataclasses import dataclass
 
@@ -8,82 +8,48 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockTargets:
-    """What the slots should say: label_ids_BAK int64 where valid_BAK (bool, true on a prefix of each block)."""
+    """What the slots should say: label_ids_AK int64 where valid_AK (bool, true on a prefix of each block)."""
 
-    label_ids_BAK: Tensor
-    valid_BAK: Tensor
+    label_ids_AK: Tensor
+    valid_AK: Tensor
 
 
-def anchor_candidates(loss_mask_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """Positions that may start a block, bool [B, T]: they and their successor are supervised and inside the sequence.
+def anchor_candidates(loss_mask_T: Tensor) -> Tensor:
+    """Positions of a sequence that may start a block, bool [T]: they and their successor are supervised.
     Source: DeepSpec, anchor candidates (specs/dspark.md 4.1).
     """
-    inside_BT = torch.arange(loss_mask_BT.shape[1], device=loss_mask_BT.device) < lengths_B[:, None]
-    supervised_BT = loss_mask_BT & inside_BT
-    candidates_BT = torch.zeros_like(supervised_BT)
-    candidates_BT[:, :-1] = supervised_BT[:, :-1] & supervised_BT[:, 1:]
-    return candidates_BT
+    candidates_T = torch.zeros_like(loss_mask_T)
+    candidates_T[:-1] = loss_mask_T[:-1] & loss_mask_T[1:]
+    return candidates_T
 
 
-def sample_anchors(
-    loss_mask_BT: Tensor, lengths_B: Tensor, num_anchors: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Draw up to num_anchors candidates of every sequence, uniformly without replacement, in text order.
-
-    A is the largest number drawn for any sequence (at least 1); shorter rows are filled with anchor 0 and keep false.
-    The draw depends on the generator's device alone, so a CPU generator gives the same anchors everywhere.
-    Shapes: loss_mask_BT bool, lengths_B int64. Returns: anchors_BA int64 and keep_BA bool.
+def sample_anchors(loss_mask_T: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
+    """Draw up to num_anchors candidates of a sequence, uniformly without replacement. All tensors on the CPU.
+    Returns: int64 [A] in text order; A is 0 for a sequence without a candidate.
     """
-    candidates_BT = anchor_candidates(loss_mask_BT, lengths_B)
-    num_tokens = loss_mask_BT.shape[1]
-    lots_BT = torch.rand(candidates_BT.shape, generator=generator, device=generator.device).to(loss_mask_BT.device)
-    lots_BT = lots_BT.masked_fill(~candidates_BT, 2.0)
-    drawn_BT = torch.zeros_like(candidates_BT).scatter(1, lots_BT.argsort(dim=1, stable=True)[:, :num_anchors], True)
-    drawn_BT &= candidates_BT
-    width = max(1, int(drawn_BT.sum(1).max()))
-    positions_T = torch.arange(num_tokens, device=loss_mask_BT.device)
-    anchors_BA = positions_T.where(drawn_BT, num_tokens).sort(dim=1).values[:, :width]
-    keep_BA = anchors_BA < num_tokens
-    return anchors_BA * keep_BA, keep_BA
+    candidates_T = anchor_candidates(loss_mask_T)
+    lots_T = torch.rand(len(loss_mask_T), generator=generator).masked_fill(~candidates_T, 2.0)
+    drawn_T = torch.zeros_like(candidates_T)
+    drawn_T[lots_T.argsort(stable=True)[:num_anchors]] = True
+    return (drawn_T & candidates_T).nonzero()[:, 0]
 
 
-def slot_positions(anchors_BA: Tensor, block_size: int) -> Tensor:
-    """Text position of every slot: slot j of the block anchored at p stands at p + j. Returns: int64 [B, A, K]."""
-    return anchors_BA[..., None] + torch.arange(block_size, device=anchors_BA.device)
+def slot_positions(anchors_A: Tensor, block_size: int) -> Tensor:
+    """Where every slot stands: slot j of the block anchored at p stands at p + j. Returns: int64 [A, K]."""
+    return anchors_A[:, None] + torch.arange(block_size, device=anchors_A.device)
 
 
-def gather_positions(rows: Tensor, positions_BAK: Tensor) -> Tensor:
-    """The rows [B, T, ...] at positions_BAK; a position past the end reads the last row. Returns: [B, A, K, ...]."""
-    index_BAK = positions_BAK.clamp(max=rows.shape[1] - 1)
-    return rows[torch.arange(rows.shape[0], device=rows.device)[:, None, None], index_BAK]
+def gather_positions(rows: Tensor, positions_AK: Tensor) -> Tensor:
+    """The rows [T, ...] at positions_AK; a position past the end reads the last row. Returns: [A, K, ...]."""
+    return rows[positions_AK.clamp(max=len(rows) - 1)]
 
 
-def block_targets(
-    ids_BT: Tensor, loss_mask_BT: Tensor, lengths_B: Tensor, anchors_BA: Tensor, keep_BA: Tensor, block_size: int
-) -> BlockTargets:
-    """Labels of every slot and whether they count: slot j predicts token p + j + 1.
+def block_targets(ids_T: Tensor, loss_mask_T: Tensor, anchors_A: Tensor, block_size: int) -> BlockTargets:
+    """Labels of every slot of a sequence's blocks and whether they count: slot j predicts token p + j + 1.
 
-    A slot is valid when its label is supervised and inside the sequence, every slot before it is valid, and the block
-    is kept; the first invalid slot ends the block. Source: DeepSpec, cumulative evaluation mask (specs/dspark.md 4.1).
+    A slot is valid when its label is supervised and inside the sequence and every slot before it is valid: the first
+    invalid slot ends the block. Source: DeepSpec, cumulative evaluation mask (specs/dspark.md 4.1).
     """
-    positions_BAK = slot_positions(anchors_BA, block_size) + 1
-    supervised_BAK = gather_positions(loss_mask_BT, positions_BAK) & (positions_BAK < lengths_B[:, None, None])
-    valid_BAK = (supervised_BAK & keep_BA[..., None]).long().cumprod(dim=-1).bool()
-    return BlockTargets(gather_positions(ids_BT, positions_BAK), valid_BAK)
-
-
-def block_visibility(anchors_BA: Tensor, keep_BA: Tensor, num_tokens: int, block_size: int) -> Tensor:
-    """Which keys each slot reads: context strictly before its anchor, and every slot of its own block.
-
-    Keys are the T context rows followed by the A * K slots. A padding block reads its own slots only, so that its
-    softmax stays finite on every backend. Padding behind a sequence is never read: every anchor lies before it.
-    Shapes: anchors_BA int64, keep_BA bool. Returns: bool [B, 1, A * K, T + A * K], true where visible.
-    Source: DeepSpec, block mask (specs/dspark.md 1.2); DeepSpec lets a padding block see nothing.
-    """
-    num_blocks = anchors_BA.shape[1]
-    context_T = torch.arange(num_tokens, device=anchors_BA.device)
-    context_BAT = (context_T < anchors_BA[..., None]) & keep_BA[..., None]
-    block_A = torch.arange(num_blocks, device=anchors_BA.device).repeat_interleave(block_size)
-    own_NN = block_A[:, None] == block_A
-    context_BNT = context_BAT.repeat_interleave(block_size, dim=1)
-    return torch.cat([context_BNT, own_NN.expand(len(anchors_BA), -1, -1)], dim=-1)[:, None]
+    positions_AK = slot_positions(anchors_A, block_size) + 1
+    supervised_AK = gather_positions(loss_mask_T, positions_AK) & (positions_AK < len(ids_T))
+    return BlockTargets(gather_positions(ids_T, positions_AK), supervised_AK.long().cumprod(1).bool())

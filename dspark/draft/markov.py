@@ -28,10 +28,10 @@ class MarkovHead(nn.Module):
         """
         return embedded_R, state_R
 
-    def forward(self, embedded_BAKR: Tensor, hidden_BAKD: Tensor) -> Tensor:
-        """What W2 is applied to at every slot of whole blocks, previous tokens known. Returns: [B, A, K, R]."""
-        mixed_BAKR, _ = self.step(embedded_BAKR, hidden_BAKD, torch.zeros_like(embedded_BAKR))
-        return mixed_BAKR
+    def forward(self, embedded_AKR: Tensor, hidden_AKD: Tensor) -> Tensor:
+        """What W2 is applied to at every slot of whole blocks, previous tokens known. Returns: [A, K, R]."""
+        mixed_AKR, _ = self.step(embedded_AKR, hidden_AKD, torch.zeros_like(embedded_AKR))
+        return mixed_AKR
 
 
 class GatedMarkovHead(MarkovHead):
@@ -60,13 +60,13 @@ class RnnMarkovHead(MarkovHead):
         gate_R = gate_R.sigmoid()
         return output_R.tanh(), gate_R * state_R + (1 - gate_R) * candidate_R.tanh()
 
-    def forward(self, embedded_BAKR: Tensor, hidden_BAKD: Tensor) -> Tensor:
-        state_BAR = torch.zeros_like(embedded_BAKR[:, :, 0])
+    def forward(self, embedded_AKR: Tensor, hidden_AKD: Tensor) -> Tensor:
+        state_AR = torch.zeros_like(embedded_AKR[:, 0])
         mixed = []
-        for embedded_BAR, hidden_BAD in zip(embedded_BAKR.unbind(2), hidden_BAKD.unbind(2), strict=True):
-            mixed_BAR, state_BAR = self.step(embedded_BAR, hidden_BAD, state_BAR)
-            mixed.append(mixed_BAR)
-        return torch.stack(mixed, dim=2)
+        for embedded_AR, hidden_AD in zip(embedded_AKR.unbind(1), hidden_AKD.unbind(1), strict=True):
+            mixed_AR, state_AR = self.step(embedded_AR, hidden_AD, state_AR)
+            mixed.append(mixed_AR)
+        return torch.stack(mixed, dim=1)
 
 
 MARKOV_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}

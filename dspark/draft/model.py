@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dspark.config import DraftConfig
-from dspark.draft.anchors import block_visibility, gather_positions, slot_positions
-from dspark.draft.backbone import DraftLayer, Memory, Rotary
+from dspark.draft.anchors import gather_positions, slot_positions
+from dspark.draft.backbone import Anchored, DraftLayer, Memory, Rotary
 from dspark.draft.confidence import ConfidenceHead
 from dspark.draft.markov import MARKOV_HEADS
 from dspark.errors import DraftMismatchError
@@ -20,15 +20,15 @@ from dspark.layers.rotary import rotary_angles
 
 class DraftOutput(NamedTuple):
     """What the draft says about every slot under teacher forcing.
-    Shapes: hidden_BAKD after the final norm; mixed_BAKR, which W2 is applied to; markov_VR, W2; confidence_logits_BAK
+    Shapes: hidden_AKD after the final norm; mixed_AKR, which W2 is applied to; markov_VR, W2; confidence_logits_AK
     float32 or better, None for a draft without the head. The logits are ``base_logits(hidden) + W2 mixed``: so large
     that whoever needs them makes them piece by piece.
     """
 
-    hidden_BAKD: Tensor
-    mixed_BAKR: Tensor
+    hidden_AKD: Tensor
+    mixed_AKR: Tensor
     markov_VR: Tensor
-    confidence_logits_BAK: Tensor | None
+    confidence_logits_AK: Tensor | None
 
 
 class DraftModel(nn.Module):
@@ -77,42 +77,39 @@ class DraftModel(nn.Module):
                 raise DraftMismatchError(f"{found}, the draft's must be {list(expected)}; use the draft's own target")
         self.embedding_VD, self.head_VD = embedding_VD.detach(), head_VD.detach()
 
-    def context(self, taps_BTLD: Tensor) -> Tensor:
-        """Context features of target states: one per position, shared by all layers. Returns: [B, T, D]."""
-        context_BTD: Tensor = self.hidden_norm(self.fc(taps_BTLD.flatten(-2).to(self.fc.weight.dtype)))
-        return context_BTD
+    def context(self, taps_TLD: Tensor) -> Tensor:
+        """Context features of target states: one per position, shared by all layers. Returns: [T, D]."""
+        context_TD: Tensor = self.hidden_norm(self.fc(taps_TLD.flatten(1).to(self.fc.weight.dtype)))
+        return context_TD
 
-    def context_keys_values(self, taps_BTLD: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the context rows at positions start, start + 1, ..., [B, H, T, E], a pair per layer."""
-        positions_T = torch.arange(start, start + taps_BTLD.shape[1], device=taps_BTLD.device)
-        context_BTD, rotary = self.context(taps_BTLD), self.rotary(positions_T[None])
-        return [cast(DraftLayer, layer).self_attn.keys_values(context_BTD, rotary) for layer in self.layers]
+    def context_keys_values(self, taps_TLD: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the context rows at positions start, start + 1, ..., [T, G, E], a pair per layer."""
+        positions_T = torch.arange(start, start + len(taps_TLD), device=taps_TLD.device)
+        context_TD, rotary = self.context(taps_TLD), self.rotary(positions_T)
+        return [cast(DraftLayer, layer).self_attn.keys_values(context_TD, rotary) for layer in self.layers]
 
-    def rotary(self, positions_BT: Tensor) -> Rotary:
+    def rotary(self, positions_N: Tensor) -> Rotary:
         """Cosine and sine of positions, float32 or better whatever the draft's dtype."""
         dtype = torch.promote_types(self.fc.weight.dtype, torch.float32)
-        return rotary_angles(positions_BT, self.config.head_dim, self.config.rope_theta, dtype)
+        return rotary_angles(positions_N, self.config.head_dim, self.config.rope_theta, dtype)
 
-    def blocks(
-        self, anchor_ids_BA: Tensor, positions_BAK: Tensor, memories: Sequence[Memory], visible_B1NT: Tensor | None
-    ) -> Tensor:
-        """Run the layers over blocks [anchor, mask, mask, ...]. Returns: [B, A, K, D] after the final norm.
-        Shapes: positions_BAK int64 text positions of the slots; one memory a layer; visible_B1NT as from
-        ``block_visibility``, or None when each slot may read all that the memories hold.
+    def blocks(self, anchor_ids_A: Tensor, positions_AK: Tensor, memories: Sequence[Memory]) -> Tensor:
+        """Run the layers over blocks [anchor, mask, mask, ...]. Returns: [A, K, D] after the final norm.
+        Shapes: positions_AK int64, of the slots in their text; one memory a layer.
         """
         assert self.embedding_VD is not None, "bind the target's tables first"
-        ids_BAK = torch.full_like(positions_BAK, self.config.mask_token_id)
-        ids_BAK[..., 0] = anchor_ids_BA
-        hidden_BND = functional.embedding(ids_BAK.flatten(1), self.embedding_VD).to(self.fc.weight.dtype)
-        rotary = self.rotary(positions_BAK.flatten(1))
+        ids_AK = torch.full_like(positions_AK, self.config.mask_token_id)
+        ids_AK[:, 0] = anchor_ids_A
+        hidden_ND = functional.embedding(ids_AK.flatten(), self.embedding_VD).to(self.fc.weight.dtype)
+        rotary = self.rotary(positions_AK.flatten())
         for layer, memory in zip(self.layers, memories, strict=True):
-            given = (hidden_BND, rotary, memory, visible_B1NT)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                hidden_BND = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
+                given = (hidden_ND, rotary, memory)
+                hidden_ND = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                hidden_BND = layer(*given)
-        hidden_BAKD: Tensor = self.norm(hidden_BND).view(*positions_BAK.shape, -1)
-        return hidden_BAKD
+                hidden_ND = layer(hidden_ND, rotary, memory)
+        hidden_AKD: Tensor = self.norm(hidden_ND).view(*positions_AK.shape, -1)
+        return hidden_AKD
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """The target's head on hidden states, before the Markov bias. Returns: float32 or better [..., V]."""
@@ -120,27 +117,22 @@ class DraftModel(nn.Module):
         logits = functional.linear(hidden.to(self.head_VD.dtype), self.head_VD)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def forward(self, ids_BT: Tensor, taps_BTLD: Tensor, anchors_BA: Tensor, keep_BA: Tensor) -> DraftOutput:
-        """Every kept block under teacher forcing: slot j reads the text's token at p + j as its previous token.
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, taps_TLD: Tensor, starts_A: Tensor, anchors_A: Tensor
+    ) -> DraftOutput:
+        """Blocks of packed texts under teacher forcing: slot j reads the text's token at p + j as its previous token.
 
-        Rows behind a sequence's end must hold finite taps and ids below the vocabulary's size; nothing reads them.
-        Shapes: ids_BT int64; taps_BTLD the target's layer outputs at the same positions; anchors_BA int64; keep_BA
-        bool, false for padding blocks, whose output is finite and means nothing.
+        The texts lie one after another in a row of T tokens. A block reads the context of its own text only; what a
+        slot behind its text's end says means nothing.
+        Shapes: ids_T int64; positions_T int64, from 0 in every text; taps_TLD the target's layer outputs; starts_A and
+        anchors_A int64, where in the row a block's text begins and its anchor stands, both in ascending order.
         """
-        block_size = self.config.block_size
-        positions_BAK = slot_positions(anchors_BA, block_size)
-        previous_ids_BAK = gather_positions(ids_BT, positions_BAK)
-        memories = [_after(keys, values) for keys, values in self.context_keys_values(taps_BTLD, start=0)]
-        visible_B1NT = block_visibility(anchors_BA, keep_BA, ids_BT.shape[1], block_size)
-        hidden_BAKD = self.blocks(previous_ids_BAK[..., 0], positions_BAK, memories, visible_B1NT)
-        embedded_BAKR = self.markov_head.embed(previous_ids_BAK)
-        mixed_BAKR = self.markov_head(embedded_BAKR, hidden_BAKD)
-        confidence = None if self.confidence_head is None else self.confidence_head(hidden_BAKD, embedded_BAKR)
-        return DraftOutput(hidden_BAKD, mixed_BAKR, self.markov_head.markov_w2.weight, confidence)
-
-
-def _after(context_keys_BHTE: Tensor, context_values_BHTE: Tensor) -> Memory:
-    def memory(keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([context_keys_BHTE, keys_BHNE], 2), torch.cat([context_values_BHTE, values_BHNE], 2)
-
-    return memory
+        places_AK = slot_positions(anchors_A, self.config.block_size)
+        previous_ids_AK = gather_positions(ids_T, places_AK)
+        memory = Anchored(self.context(taps_TLD), self.rotary(positions_T), starts_A, anchors_A)
+        positions_AK = places_AK - starts_A[:, None]
+        hidden_AKD = self.blocks(previous_ids_AK[:, 0], positions_AK, [memory] * len(self.layers))
+        embedded_AKR = self.markov_head.embed(previous_ids_AK)
+        mixed_AKR = self.markov_head(embedded_AKR, hidden_AKD)
+        confidence = None if self.confidence_head is None else self.confidence_head(hidden_AKD, embedded_AKR)
+        return DraftOutput(hidden_AKD, mixed_AKR, self.markov_head.markov_w2.weight, confidence)

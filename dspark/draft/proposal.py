@@ -7,36 +7,36 @@ from torch import Tensor
 
 from dspark.draft.backbone import Memory
 from dspark.draft.model import DraftModel
+from dspark.kernels.anchor_attention import attend
 from dspark.types import Proposal
 
 
 class ContextCache:
-    """Keys (after norm and rotation) and values of committed positions, [1, H, capacity, E] a layer.
+    """Keys (after norm and rotation) and values of committed positions, [capacity, G, E] a layer.
     Rows below num_tokens are committed; behind them a block's own keys lie while it is drafted.
     """
 
     def __init__(self, draft: DraftModel) -> None:
         config, weight = draft.config, draft.fc.weight
-        shape = (1, config.num_key_value_heads, 0, config.head_dim)
+        shape = (0, config.num_key_value_heads, config.head_dim)
         self.keys = [weight.new_empty(shape) for _ in range(config.num_hidden_layers)]
         self.values = [weight.new_empty(shape) for _ in range(config.num_hidden_layers)]
         self.num_tokens = 0
 
-    def write(self, layer: int, keys_BHTE: Tensor, values_BHTE: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, keys_TGE: Tensor, values_TGE: Tensor) -> tuple[Tensor, Tensor]:
         """Put T rows behind the committed ones without committing them. Returns: all rows up to the last written."""
-        end = self.num_tokens + keys_BHTE.shape[2]
-        for rows, new in ((self.keys, keys_BHTE), (self.values, values_BHTE)):
-            if rows[layer].shape[2] < end:
-                batch, heads, _, width = new.shape
-                grown = new.new_empty(batch, heads, 2 * end, width)
-                grown[:, :, : self.num_tokens] = rows[layer][:, :, : self.num_tokens]
+        end = self.num_tokens + len(keys_TGE)
+        for rows, new in ((self.keys, keys_TGE), (self.values, values_TGE)):
+            if len(rows[layer]) < end:
+                grown = new.new_empty(2 * end, *new.shape[1:])
+                grown[: self.num_tokens] = rows[layer][: self.num_tokens]
                 rows[layer] = grown
-            rows[layer][:, :, self.num_tokens : end] = new
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+            rows[layer][self.num_tokens : end] = new
+        return self.keys[layer][:end], self.values[layer][:end]
 
     def memory(self, layer: int) -> Memory:
         """The layer's committed rows as what a block reads before its own."""
-        return lambda keys_BHTE, values_BHTE: self.write(layer, keys_BHTE, values_BHTE)
+        return lambda _, q_NHE, k_NGE, v_NGE: attend(q_NHE, *self.write(layer, k_NGE, v_NGE), None)
 
 
 @torch.no_grad()
@@ -44,8 +44,8 @@ def extend(draft: DraftModel, cache: ContextCache, taps_TLD: Tensor) -> None:
     """Commit the target's states at the next T >= 0 positions: the prompt's, or a round's anchor and accepted drafts.
     The new anchor has no state until it is verified. Source: specs/dspark.md 6, step 6.
     """
-    for layer, (keys_BHTE, values_BHTE) in enumerate(draft.context_keys_values(taps_TLD[None], cache.num_tokens)):
-        cache.write(layer, keys_BHTE, values_BHTE)
+    for layer, (keys_TGE, values_TGE) in enumerate(draft.context_keys_values(taps_TLD, cache.num_tokens)):
+        cache.write(layer, keys_TGE, values_TGE)
     cache.num_tokens += len(taps_TLD)
 
 
@@ -61,7 +61,7 @@ def propose(draft: DraftModel, cache: ContextCache, anchor_id: int, pick: Callab
     positions_K = torch.arange(cache.num_tokens, cache.num_tokens + draft.config.block_size, device=device)
     ids = [torch.tensor(anchor_id, device=device)]
     memories = [cache.memory(layer) for layer in range(len(draft.layers))]
-    hidden_KD = draft.blocks(ids[0].view(1, 1), positions_K[None, None], memories, None)[0, 0]
+    hidden_KD = draft.blocks(ids[0].view(1), positions_K[None], memories)[0]
     state_R = hidden_KD.new_zeros(draft.config.markov_rank)
     embedded, logits = [], []
     for hidden_D, base_V in zip(hidden_KD, draft.base_logits(hidden_KD), strict=True):

@@ -1,4 +1,4 @@
-"""Which recorded sequences a step reads, in which order, and how they become one padded batch."""
+"""Which recorded sequences a step reads, in which order, and how they become one packed row."""
 
 import hashlib
 from collections import deque
@@ -10,10 +10,9 @@ from typing import Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from dspark.config import RunConfig
-from dspark.draft.anchors import sample_anchors
+from dspark.config import RunConfig, TrainSection
+from dspark.draft.anchors import BlockTargets, block_targets, sample_anchors
 from dspark.types import RecordedSequence
 
 
@@ -35,22 +34,25 @@ class Draw:
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences padded on the right to the longest, with the anchors to train on and their places in the record.
-    Shapes: ids_BT, lengths_B, anchors_BA int64; loss_mask_BT, keep_BA bool; taps and last_hidden zeros in the padding.
+    """Sequences packed into one row of T tokens without padding, their blocks, and their places in the record.
+
+    Shapes: ids_T, positions_T int64, positions start from 0 in every sequence; starts_A, anchors_A int64, where in the
+    row the sequence of a block and its anchor stand, in the row's order; last_hidden_TD after the final norm. A batch
+    without an anchor has one block at place 0 that counts nothing, so that every parameter has a gradient.
     """
 
-    ids_BT: Tensor
-    loss_mask_BT: Tensor
-    lengths_B: Tensor
-    taps_BTLD: Tensor
-    last_hidden_BTD: Tensor
-    anchors_BA: Tensor
-    keep_BA: Tensor
+    ids_T: Tensor
+    positions_T: Tensor
+    taps_TLD: Tensor
+    last_hidden_TD: Tensor
+    starts_A: Tensor
+    anchors_A: Tensor
+    targets: BlockTargets
     indices: tuple[int, ...]
 
     def to(self, device: torch.device) -> Self:
-        """The same batch with its tensors on ``device``."""
-        names = [field.name for field in fields(self) if field.name != "indices"]
+        """The same batch with its tensors on ``device``, but for the targets."""
+        names = [field.name for field in fields(self) if field.name not in ("targets", "indices")]
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
@@ -94,7 +96,7 @@ def read_window(record: Record, run: RunConfig, sequences_seen: int, share: Shar
     denominators of the whole step are known before its first backward pass.
     """
     draws = window_draws(len(record), run.seed, sequences_seen, share)
-    return [read_batch(record, micro_step, run.train.num_anchors, run.seed) for micro_step in draws]
+    return [read_batch(record, each, run.train, run.draft.block_size, run.seed) for each in draws]
 
 
 def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Share) -> list[list[Draw]]:
@@ -111,29 +113,33 @@ def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Shar
     return window
 
 
-def read_batch(record: Record, draws: Sequence[Draw], num_anchors: int, seed: int) -> Batch:
-    """Read the drawn sequences, choose anchors (by seed, pass and index only) and pad to one batch on the CPU."""
+def read_batch(record: Record, draws: Sequence[Draw], train: TrainSection, block_size: int, seed: int) -> Batch:
+    """Read the drawn sequences, choose anchors (by seed, pass and index only) and pack them into one row on the CPU."""
     sequences = [record[draw.index] for draw in draws]
-    lengths = [len(sequence.ids_T) for sequence in sequences]
-    anchors = []
-    for sequence, length, draw in zip(sequences, lengths, draws, strict=True):
+    positions, starts, anchors, targets, start = [], [], [], [], 0
+    for sequence, draw in zip(sequences, draws, strict=True):
         generator = _generator(seed, "anchors", draw.epoch, draw.index)
-        anchors.append(sample_anchors(sequence.loss_mask_T[None], torch.tensor([length]), num_anchors, generator))
+        anchors_A = sample_anchors(sequence.loss_mask_T, train.num_anchors, generator)
+        targets.append(block_targets(sequence.ids_T, sequence.loss_mask_T, anchors_A, block_size))
+        positions.append(torch.arange(len(sequence.ids_T)))
+        starts.append(torch.full_like(anchors_A, start))
+        anchors.append(start + anchors_A)
+        start += len(sequence.ids_T)
+    if not sum(map(len, anchors)):
+        starts, anchors, nothing_1K = [torch.zeros(1).long()], [torch.zeros(1).long()], torch.zeros(1, block_size)
+        targets = [BlockTargets(nothing_1K.long(), nothing_1K.bool())]
     return Batch(
-        ids_BT=_stack([sequence.ids_T for sequence in sequences]),
-        loss_mask_BT=_stack([sequence.loss_mask_T for sequence in sequences]),
-        lengths_B=torch.tensor(lengths),
-        taps_BTLD=_stack([sequence.taps_TLD for sequence in sequences]),
-        last_hidden_BTD=_stack([sequence.last_hidden_TD for sequence in sequences]),
-        anchors_BA=_stack([anchors_1A[0] for anchors_1A, _ in anchors]),
-        keep_BA=_stack([keep_1A[0] for _, keep_1A in anchors]),
+        ids_T=torch.cat([sequence.ids_T for sequence in sequences]),
+        positions_T=torch.cat(positions),
+        taps_TLD=torch.cat([sequence.taps_TLD for sequence in sequences]),
+        last_hidden_TD=torch.cat([sequence.last_hidden_TD for sequence in sequences]),
+        starts_A=torch.cat(starts),
+        anchors_A=torch.cat(anchors),
+        targets=BlockTargets(
+            torch.cat([each.label_ids_AK for each in targets]), torch.cat([each.valid_AK for each in targets])
+        ),
         indices=tuple(draw.index for draw in draws),
     )
-
-
-def _stack(rows: Sequence[Tensor]) -> Tensor:
-    longest = max(len(row) for row in rows)
-    return torch.stack([pad(row, [0, 0] * (row.ndim - 1) + [0, longest - len(row)]) for row in rows])
 
 
 @lru_cache(maxsize=2)

@@ -21,33 +21,33 @@ EPSILON = 1e-6
 
 
 class Agreement(NamedTuple):
-    """What the terms need of the two distributions of every slot; all [B, A, K], float32 or better; zeros where not
+    """What the terms need of the two distributions of every slot; all [A, K], float32 or better; zeros where not
     valid. As ``dspark.kernels.agreement.Figures``.
     """
 
-    draft_logprobs_BAK: Tensor
-    teacher_logprobs_BAK: Tensor
-    divergence_BAK: Tensor
-    acceptance_BAK: Tensor
-    agrees_BAK: Tensor
+    draft_logprobs_AK: Tensor
+    teacher_logprobs_AK: Tensor
+    divergence_AK: Tensor
+    acceptance_AK: Tensor
+    agrees_AK: Tensor
 
 
 class Teacher(NamedTuple):
     """What the target says: its head, and its last hidden states at the positions of the batch.
 
-    The teacher of slot j of the block anchored at p is the state at p + j, which predicts p + j + 1. anchors_BA is on
+    The teacher of slot j of the block anchored at p is the state at p + j, which predicts p + j + 1. anchors_A is on
     the CPU.
     """
 
     head_VD: Tensor
-    last_hidden_BTD: Tensor
-    anchors_BA: Tensor
+    last_hidden_TD: Tensor
+    anchors_A: Tensor
 
 
-def slot_weights(valid_BAK: Tensor, decay_positions: float) -> Tensor:
-    """exp(-j / decay_positions) for a valid slot j, else 0. Returns: float64 [B, A, K]. Source: DeepSpec."""
-    slots_K = torch.arange(valid_BAK.shape[-1], device=valid_BAK.device, dtype=torch.float64)
-    return valid_BAK * torch.exp(-slots_K / decay_positions)
+def slot_weights(valid_AK: Tensor, decay_positions: float) -> Tensor:
+    """exp(-j / decay_positions) for a valid slot j, else 0. Returns: float64 [A, K]. Source: DeepSpec."""
+    slots_K = torch.arange(valid_AK.shape[-1], device=valid_AK.device, dtype=torch.float64)
+    return valid_AK * torch.exp(-slots_K / decay_positions)
 
 
 def denominators(targets: BlockTargets, decay_positions: float) -> Tensor:
@@ -56,49 +56,49 @@ def denominators(targets: BlockTargets, decay_positions: float) -> Tensor:
     The caller hands their sum over ranks and accumulation window to ``objective``: the sum of the losses of all ranks
     and micro-steps is then the loss of the pooled batch, however it was cut.
     """
-    weight = slot_weights(targets.valid_BAK, decay_positions).sum()
-    return torch.stack([weight, targets.valid_BAK[..., 0].sum().double()])
+    weight = slot_weights(targets.valid_AK, decay_positions).sum()
+    return torch.stack([weight, targets.valid_AK[..., 0].sum().double()])
 
 
-def cross_entropy(agreement: Agreement, weights_BAK: Tensor) -> Tensor:
+def cross_entropy(agreement: Agreement, weights_AK: Tensor) -> Tensor:
     """Weighted sum of -log q(label)."""
-    return -(weights_BAK * agreement.draft_logprobs_BAK).sum()
+    return -(weights_AK * agreement.draft_logprobs_AK).sum()
 
 
-def forward_kl(agreement: Agreement, weights_BAK: Tensor) -> Tensor:
+def forward_kl(agreement: Agreement, weights_AK: Tensor) -> Tensor:
     """Weighted sum of KL(target || draft)."""
-    return (weights_BAK * agreement.divergence_BAK).sum()
+    return (weights_AK * agreement.divergence_AK).sum()
 
 
-def total_variation(agreement: Agreement, weights_BAK: Tensor) -> Tensor:
+def total_variation(agreement: Agreement, weights_AK: Tensor) -> Tensor:
     """Weighted sum of sum_v |q - p|, which is twice the total variation. Source: DeepSpec's L1 term."""
-    return (weights_BAK * 2 * (1 - agreement.acceptance_BAK)).sum()
+    return (weights_AK * 2 * (1 - agreement.acceptance_AK)).sum()
 
 
-def confidence_bce(agreement: Agreement, confidence_logits_BAK: Tensor, weights_BAK: Tensor) -> Tensor:
+def confidence_bce(agreement: Agreement, confidence_logits_AK: Tensor, weights_AK: Tensor) -> Tensor:
     """Weighted sum of the binary cross-entropy of the confidence against the detached acceptance.
     Gradients reach the backbone through the confidence logits, as in DeepSpec.
     """
-    label_BAK = agreement.acceptance_BAK.detach().clamp(0, 1)
-    bce_BAK = F.binary_cross_entropy_with_logits(confidence_logits_BAK, label_BAK, reduction="none")
-    return (weights_BAK * bce_BAK).sum()
+    label_AK = agreement.acceptance_AK.detach().clamp(0, 1)
+    bce_AK = F.binary_cross_entropy_with_logits(confidence_logits_AK, label_AK, reduction="none")
+    return (weights_AK * bce_AK).sum()
 
 
-def expected_acceptance_teacher_forced(agreement: Agreement, valid_BAK: Tensor) -> Tensor:
+def expected_acceptance_teacher_forced(agreement: Agreement, valid_AK: Tensor) -> Tensor:
     """Sum over blocks of E_tf = sum_k prod_{i<=k} alpha_i, accepted drafts without the bonus token.
     It replaces the acceptance of the sampled path by its mean slot by slot; the error has no fixed sign.
     Source: DeepSpec, tau_probabilistic - 1 (specs/dspark.md 5.1).
     """
-    return _expected_length(agreement.acceptance_BAK, agreement.acceptance_BAK, valid_BAK)
+    return _expected_length(agreement.acceptance_AK, agreement.acceptance_AK, valid_AK)
 
 
-def expected_acceptance_ratio(agreement: Agreement, valid_BAK: Tensor) -> Tensor:
+def expected_acceptance_ratio(agreement: Agreement, valid_AK: Tensor) -> Tensor:
     """Sum over blocks of E_ratio = sum_k prod_{i<k} min(1, q_i(y_i) / p_i(y_i)) * alpha_k, y the text itself.
     On text sampled from the target at temperature 1 without truncation its mean is the number of drafts that
     speculative decoding accepts, and its gradient is unbiased, through the ratios too. Source: specs/dspark.md 5.1.
     """
-    ratio_BAK = (agreement.draft_logprobs_BAK - agreement.teacher_logprobs_BAK).clamp(max=0).exp()
-    return _expected_length(agreement.acceptance_BAK, ratio_BAK, valid_BAK)
+    ratio_AK = (agreement.draft_logprobs_AK - agreement.teacher_logprobs_AK).clamp(max=0).exp()
+    return _expected_length(agreement.acceptance_AK, ratio_AK, valid_AK)
 
 
 def objective(
@@ -119,53 +119,49 @@ def objective(
     section.acceptance_length after its warm-up; it may be 0.
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
-    device = output.hidden_BAKD.device
-    sizes = (
-        teacher.last_hidden_BTD.shape[1],
-        PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"],
-        len(teacher.head_VD),
-    )
-    slots = lay_out(targets.valid_BAK, teacher.anchors_BA, *sizes).to(device)
+    device = output.hidden_AKD.device
+    numbers = PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"]
+    slots = lay_out(targets.valid_AK, teacher.anchors_A, numbers, len(teacher.head_VD)).to(device)
     dtype = torch.promote_types(output.markov_VR.dtype, torch.float32)
     local_weight, local_blocks = denominators(targets, section.decay_positions)
-    valid_BAK = targets.valid_BAK.to(device, non_blocking=True)
-    weights_BAK = slot_weights(valid_BAK, section.decay_positions).to(dtype)
+    valid_AK = targets.valid_AK.to(device, non_blocking=True)
+    weights_AK = slot_weights(valid_AK, section.decay_positions).to(dtype)
     weight, num_blocks = (pooled[0] + EPSILON).to(dtype), pooled[1].clamp(min=1).to(dtype)
-    scales = Scales(weights_BAK, weight, acceptance_weight / num_blocks / valid_BAK.shape[-1])
-    hidden_ND, mixed_NR = (x.flatten(0, 2)[slots.places_N] for x in (output.hidden_BAKD, output.mixed_BAKR))
-    tables = (teacher.head_VD, output.markov_VR, teacher.last_hidden_BTD.flatten(0, 1)[slots.teachers_M])
-    labels_N = targets.label_ids_BAK.to(device, non_blocking=True).flatten()[slots.places_N]
+    scales = Scales(weights_AK, weight, acceptance_weight / num_blocks / valid_AK.shape[-1])
+    hidden_ND, mixed_NR = (x.flatten(0, 1)[slots.places_N] for x in (output.hidden_AKD, output.mixed_AKR))
+    tables = (teacher.head_VD, output.markov_VR, teacher.last_hidden_TD[slots.teachers_M])
+    labels_N = targets.label_ids_AK.to(device, non_blocking=True).flatten()[slots.places_N]
     price = partial(slopes, section=section, scales=scales, slots=slots)
     pull, figures = judge(hidden_ND, mixed_NR, *tables, labels_N, slots.pieces, price)
-    agreement = Agreement(*(_on_grid(x_N, slots.places_N, valid_BAK.shape) for x_N in figures))
+    agreement = Agreement(*(_on_grid(x_N, slots.places_N, valid_AK.shape) for x_N in figures))
     terms = {
-        "cross_entropy": cross_entropy(agreement, weights_BAK),
-        "forward_kl": forward_kl(agreement, weights_BAK),
-        "total_variation": total_variation(agreement, weights_BAK),
+        "cross_entropy": cross_entropy(agreement, weights_AK),
+        "forward_kl": forward_kl(agreement, weights_AK),
+        "total_variation": total_variation(agreement, weights_AK),
     }
-    if output.confidence_logits_BAK is not None:
-        terms["confidence"] = confidence_bce(agreement, output.confidence_logits_BAK, weights_BAK)
+    if output.confidence_logits_AK is not None:
+        terms["confidence"] = confidence_bce(agreement, output.confidence_logits_AK, weights_AK)
     lengths = {
-        "ratio": expected_acceptance_ratio(agreement, valid_BAK),
-        "teacher_forced": expected_acceptance_teacher_forced(agreement, valid_BAK),
+        "ratio": expected_acceptance_ratio(agreement, valid_AK),
+        "teacher_forced": expected_acceptance_teacher_forced(agreement, valid_AK),
     }
     # ``pull``, a zero, carries the gradients of all but the confidence, which torch makes; both stay in the graph at a
     # passing weight of 0: data parallel training wants a gradient for every parameter.
     parts = [pull.to(dtype)]
     parts += [getattr(section, k) / weight * v for k, v in terms.items() if getattr(section, k) or k == "confidence"]
     if section.acceptance_length:
-        shortfall = local_blocks.to(dtype) - lengths[section.acceptance_form] / valid_BAK.shape[-1]
+        shortfall = local_blocks.to(dtype) - lengths[section.acceptance_form] / valid_AK.shape[-1]
         parts.append(acceptance_weight / num_blocks * shortfall)
     metrics = {name: (term.detach(), local_weight) for name, term in terms.items()}
     metrics |= {f"expected_acceptance_{form}": (length.detach(), local_blocks) for form, length in lengths.items()}
-    metrics |= slot_metrics(agreement, output.confidence_logits_BAK, valid_BAK, weights_BAK)
+    metrics |= slot_metrics(agreement, output.confidence_logits_AK, valid_AK, weights_AK)
     return torch.stack(parts).sum(), metrics
 
 
 class Scales(NamedTuple):
     """The weight of every slot, what their sum is divided by, and what one more accepted draft takes off the loss."""
 
-    weights_BAK: Tensor
+    weights_AK: Tensor
     weight: Tensor
     length: Tensor
 
@@ -176,11 +172,11 @@ def slopes(rows: slice, figures: Figures, *, section: ObjectiveSection, scales: 
     The slots of a block are coupled by the acceptance length alone.
     """
     places_P = slots.places_N[rows]
-    weights_P = scales.weights_BAK.flatten()[places_P] / scales.weight
+    weights_P = scales.weights_AK.flatten()[places_P] / scales.weight
     by_logprob_P = -section.cross_entropy * weights_P
     by_acceptance_P = -2 * section.total_variation * weights_P
     if section.acceptance_length:
-        num_slots = scales.weights_BAK.shape[-1]
+        num_slots = scales.weights_AK.shape[-1]
         first = slots.blocks[rows.start]
         places_P, shape = places_P - first * num_slots, (slots.blocks[rows.stop - 1] + 1 - first, num_slots)
         is_ratio = section.acceptance_form == "ratio"
@@ -215,7 +211,7 @@ def _on_grid(x_N: Tensor, places_N: Tensor, shape: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def slot_metrics(
-    agreement: Agreement, confidence_logits_BAK: Tensor | None, valid_BAK: Tensor, weights_BAK: Tensor
+    agreement: Agreement, confidence_logits_AK: Tensor | None, valid_AK: Tensor, weights_AK: Tensor
 ) -> Metrics:
     """Figures over valid slots, as (numerator, denominator) pairs.
 
@@ -224,28 +220,28 @@ def slot_metrics(
     ``confidence_bias`` and ``confidence_abs_error``: weighted mean and mean size of confidence - acceptance;
     ``confidence_cumprod_bias`` compares the products of both over the slots so far. Source: DeepSpec's training log.
     """
-    acceptance_BAK = agreement.acceptance_BAK
-    counts_K = valid_BAK.sum((0, 1))
-    sums_K = (acceptance_BAK * valid_BAK).sum((0, 1))
+    acceptance_AK = agreement.acceptance_AK
+    counts_K = valid_AK.sum(0)
+    sums_K = (acceptance_AK * valid_AK).sum(0)
     metrics = {f"conditional_acceptance_{k}": (sums_K[k], counts_K[k]) for k in range(len(counts_K))}
-    metrics["argmax_agreement"] = (agreement.agrees_BAK.sum(), counts_K.sum())
-    if confidence_logits_BAK is None:
+    metrics["argmax_agreement"] = (agreement.agrees_AK.sum(), counts_K.sum())
+    if confidence_logits_AK is None:
         return metrics
-    confidence_BAK = confidence_logits_BAK.sigmoid()
+    confidence_AK = confidence_logits_AK.sigmoid()
     gaps = {
-        "confidence_bias": confidence_BAK - acceptance_BAK,
-        "confidence_abs_error": (confidence_BAK - acceptance_BAK).abs(),
-        "confidence_cumprod_bias": confidence_BAK.cumprod(-1) - acceptance_BAK.cumprod(-1),
+        "confidence_bias": confidence_AK - acceptance_AK,
+        "confidence_abs_error": (confidence_AK - acceptance_AK).abs(),
+        "confidence_cumprod_bias": confidence_AK.cumprod(-1) - acceptance_AK.cumprod(-1),
     }
-    return metrics | {name: ((weights_BAK * gap).sum(), weights_BAK.sum()) for name, gap in gaps.items()}
+    return metrics | {name: ((weights_AK * gap).sum(), weights_AK.sum()) for name, gap in gaps.items()}
 
 
-def _expected_length(step_BAK: Tensor, go_on_BAK: Tensor, valid_BAK: Tensor) -> Tensor:
+def _expected_length(step_AK: Tensor, go_on_AK: Tensor, valid_AK: Tensor) -> Tensor:
     """Sum over blocks of sum_k (prod_{i<k} go_on_i) * step_k over valid slots, by the loop that defines it."""
-    reach_BA = valid_BAK[..., 0].to(step_BAK.dtype)
-    length_BA = torch.zeros_like(reach_BA)
-    for slot in range(step_BAK.shape[-1]):
-        reach_BA = reach_BA * valid_BAK[..., slot]
-        length_BA = length_BA + reach_BA * step_BAK[..., slot]
-        reach_BA = reach_BA * go_on_BAK[..., slot]
-    return length_BA.sum()
+    reach_A = valid_AK[..., 0].to(step_AK.dtype)
+    length_A = torch.zeros_like(reach_A)
+    for slot in range(step_AK.shape[-1]):
+        reach_A = reach_A * valid_AK[..., slot]
+        length_A = length_A + reach_A * step_AK[..., slot]
+        reach_A = reach_A * go_on_AK[..., slot]
+    return length_A.sum()

@@ -15,10 +15,10 @@ PIECE_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 27}
 
 @dataclass(frozen=True)
 class Slots:
-    """N valid slots in the order of the batch. places_N int64 says where in [B, A, K] each lies.
+    """N valid slots in the order of the batch. places_N int64 says where in [A, K] each lies.
 
-    teachers_M int64: places in [B, T] of the states that teach, piece after piece; slots that share a position share
-    its row within a piece. ``blocks`` is a list on the host: the block [B, A] of each slot.
+    teachers_M int64: places in [T] of the states that teach, piece after piece; slots that share a position share
+    its row within a piece. ``blocks`` is a list on the host: the block of each slot.
     """
 
     places_N: Tensor
@@ -33,17 +33,15 @@ class Slots:
         return replace(self, places_N=places_N, teachers_M=teachers_M, pieces=pieces)
 
 
-def lay_out(valid_BAK: Tensor, anchors_BA: Tensor, num_tokens: int, numbers: int, vocab_size: int) -> Slots:
+def lay_out(valid_AK: Tensor, anchors_A: Tensor, numbers: int, vocab_size: int) -> Slots:
     """Cut the valid slots into pieces of whole blocks, of about ``numbers`` logits each. All tensors on the CPU."""
-    batch, _, num_slots = valid_BAK.shape
-    places_N = valid_BAK.flatten().nonzero()[:, 0]
-    first_B11 = torch.arange(batch)[:, None, None] * num_tokens
-    positions_BAK = first_B11 + slot_positions(anchors_BA, num_slots)
-    teachers_N = positions_BAK.flatten()[places_N]
+    num_blocks, num_slots = valid_AK.shape
+    places_N = valid_AK.flatten().nonzero()[:, 0]
+    teachers_N = slot_positions(anchors_A, num_slots).flatten()[places_N]
     block_N = places_N // num_slots
     pieces, teachers, start, end = [], [], 0, 0
     blocks_a_piece = max(1, numbers // (num_slots * vocab_size))
-    bounds = torch.arange(blocks_a_piece, valid_BAK.shape[0] * valid_BAK.shape[1] + blocks_a_piece, blocks_a_piece)
+    bounds = torch.arange(blocks_a_piece, num_blocks + blocks_a_piece, blocks_a_piece)
     for stop in torch.searchsorted(block_N, bounds).tolist():
         if stop > start:
             here_M, rows_P = teachers_N[start:stop].unique(return_inverse=True)  # type: ignore[no-untyped-call]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dspark.config import RunConfig
 from dspark.distributed import gather_over_ranks, sum_over_ranks, world_size
-from dspark.draft.anchors import BlockTargets, block_targets
 from dspark.draft.model import DraftModel
 from dspark.errors import TrainingError
 from dspark.train.batches import Batch
@@ -45,20 +44,19 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     Raises: TrainingError on every process when a loss or gradient is not finite; the optimizer has not moved then.
     """
     run, device = learner.run, learner.accelerator.device
-    targets = [_targets(batch, run.draft.block_size) for batch in window]
-    local = torch.stack([denominators(each, run.objective.decay_positions) for each in targets]).sum(0)
+    local = torch.stack([denominators(batch.targets, run.objective.decay_positions) for batch in window]).sum(0)
     pooled = sum_over_ranks(local.to(device))
     losses, metrics = [], []
-    for place, (batch, target) in enumerate(zip(window, targets, strict=True)):
+    for place, batch in enumerate(window):
         is_last = place == len(window) - 1
         with _gradient_exchange(learner, is_last):
-            loss, found = _loss(learner, batch, target, pooled, step)
+            loss, found = _loss(learner, batch, pooled, step)
             if learner.engine:
                 learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
             else:
                 torch.autograd.backward(loss * world_size())
         losses.append(loss.detach())
-        metrics.append(found | {"tokens": (batch.lengths_B.sum(), torch.ones(()))})
+        metrics.append(found | {"tokens": (torch.tensor(float(len(batch.ids_T))), torch.ones(()))})
     _refuse_non_finite_losses(torch.stack(losses), window, step)
     set_learning_rate(learner.optimizer, learning_rate(step, run.train))
     norm = _move(learner, window, step)
@@ -67,17 +65,13 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     return _summed([*metrics, once], device)
 
 
-def _targets(batch: Batch, block_size: int) -> BlockTargets:
-    return block_targets(batch.ids_BT, batch.loss_mask_BT, batch.lengths_B, batch.anchors_BA, batch.keep_BA, block_size)
-
-
-def _loss(learner: Learner, batch: Batch, targets: BlockTargets, pooled: Tensor, step: int) -> tuple[Tensor, Metrics]:
+def _loss(learner: Learner, batch: Batch, pooled: Tensor, step: int) -> tuple[Tensor, Metrics]:
     section, here = learner.run.objective, batch.to(pooled.device)
-    output = learner.wrapped(here.ids_BT, here.taps_BTLD, here.anchors_BA, here.keep_BA)
+    output = learner.wrapped(here.ids_T, here.positions_T, here.taps_TLD, here.starts_A, here.anchors_A)
     assert learner.draft.head_VD is not None
-    teacher = Teacher(learner.draft.head_VD, here.last_hidden_BTD, batch.anchors_BA)
+    teacher = Teacher(learner.draft.head_VD, here.last_hidden_TD, batch.anchors_A)
     with learner.accelerator.autocast():
-        return objective(output, teacher, targets, section, acceptance_weight(step, section), pooled)
+        return objective(output, teacher, batch.targets, section, acceptance_weight(step, section), pooled)
 
 
 def _gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from golden_draft import CASES, DTYPES, close, exact, golden_case
 from torch import Tensor, nn
 
 from dspark.draft.backbone import DraftAttention
+from dspark.kernels.anchor_attention import attend
 from dspark.layers.rotary import rotate_half_pairs, rotate_interleaved_pairs
 
 
@@ -21,10 +22,10 @@ def test_layers_hidden_states_and_base_logits_are_deepspecs(
     outputs: list[Tensor] = []
     for layer in case.draft.layers:
         layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    hidden_BAKD = case.forward().hidden_BAKD
+    hidden_BAKD = case.on_grid(case.forward().hidden_AKD)
     keep = case.keep_BA
-    for found_BND, expected_BAKD in zip(outputs, torch.tensor(source["layer_outputs"]).double(), strict=True):
-        close(found_BND.view(hidden_BAKD.shape)[keep], expected_BAKD[keep])
+    for found_ND, expected_BAKD in zip(outputs, torch.tensor(source["layer_outputs"]).double(), strict=True):
+        close(found_ND.view(hidden_BAKD.shape)[keep], expected_BAKD[keep])
     close(hidden_BAKD[keep], torch.tensor(source["hidden"]).double()[keep])
     close(case.draft.base_logits(hidden_BAKD)[keep], torch.tensor(source["base_logits"]).double()[keep])
 
@@ -53,17 +54,15 @@ def test_attention_equals_softmax_written_out_for_every_grouping(
     torch.manual_seed(0)
     attention = DraftAttention(config).double()
     nn.init.normal_(attention.q_norm.weight)
-    hidden_BND = torch.randn(2, 6, 16, dtype=torch.float64)
-    keys_BHTE, values_BHTE = torch.randn(2, 2, num_key_value_heads, 9, 8, dtype=torch.float64)
-    visible_BNT = torch.rand(2, 6, 9) < 0.6
-    visible_BNT[..., 0] = True
-    rotary = (torch.ones(2, 6, 4).double(), torch.zeros(2, 6, 4).double())
-    found_BND = attention(hidden_BND, rotary, keys_BHTE, values_BHTE, visible_BNT[:, None])
-    queries_BHNE = attention.q_norm(attention.q_proj(hidden_BND).view(2, 6, 4, 8)).transpose(1, 2)
-    read_BNHE = torch.zeros(2, 6, 4, 8, dtype=torch.float64)
+    hidden_ND, rotary = torch.randn(6, 16, dtype=torch.float64), (torch.ones(6, 4).double(), torch.zeros(6, 4).double())
+    keys_JGE, values_JGE = torch.randn(2, 9, num_key_value_heads, 8, dtype=torch.float64)
+    visible_NJ = torch.rand(6, 9) < 0.6
+    visible_NJ[:, 0] = True
+    found_ND = attention(hidden_ND, rotary, lambda _, q_NHE, *own: attend(q_NHE, keys_JGE, values_JGE, visible_NJ))
+    queries_NHE = attention.q_norm(attention.q_proj(hidden_ND).view(6, 4, 8))
+    read_NHE = torch.zeros(6, 4, 8, dtype=torch.float64)
     for head in range(4):
         source = head // (4 // num_key_value_heads)
-        scores_BNT = queries_BHNE[:, head] @ keys_BHTE[:, source].mT / 8**0.5
-        probs_BNT = scores_BNT.masked_fill(~visible_BNT, -torch.inf).softmax(-1)
-        read_BNHE[:, :, head] = probs_BNT @ values_BHTE[:, source]
-    torch.testing.assert_close(found_BND, attention.o_proj(read_BNHE.flatten(2)))
+        scores_NJ = queries_NHE[:, head] @ keys_JGE[:, source].T / 8**0.5
+        read_NHE[:, head] = scores_NJ.masked_fill(~visible_NJ, -torch.inf).softmax(-1) @ values_JGE[:, source]
+    torch.testing.assert_close(found_ND, attention.o_proj(read_NHE.flatten(1)))

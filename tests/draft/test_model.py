@@ -11,9 +11,11 @@ from golden_draft import CASES, DTYPES, GoldenCase, close, golden_case
 from torch import Tensor, nn
 
 from dspark.config import DraftConfig
-from dspark.draft import backbone, model
+from dspark.draft import backbone
+from dspark.draft.backbone import Anchored, DraftAttention
 from dspark.draft.model import DraftModel
 from dspark.errors import DraftMismatchError
+from dspark.kernels.anchor_attention import attend
 from dspark.layers.rotary import rotate_interleaved_pairs
 
 
@@ -25,42 +27,45 @@ def case(dspark_golden: dict[str, Any]) -> GoldenCase:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_context_features_are_deepspecs(dspark_golden: dict[str, Any], dtype: torch.dtype) -> None:
     case = golden_case(dspark_golden, "mha_vanilla", dtype)
-    close(case.draft.context(case.taps()), case.shared["context_features"])
+    context_TD = case.draft.context(case.taps().flatten(0, 1))
+    close(context_TD.view(2, 23, -1), case.shared["context_features"])
 
 
 def _see_the_anchor(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
-    visibility = model.block_visibility
-    patch.setattr(model, "block_visibility", lambda anchors, *rest: visibility(anchors + 1, *rest))
+    right = backbone.anchor_attention
+    patch.setattr(backbone, "anchor_attention", lambda *given: right(*given[:-1], given[-1] + 1))
+
+
+def _show(patch: pytest.MonkeyPatch, own_NN: Tensor) -> None:
+    """Replace what slots see of slots."""
+
+    def attention(q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor, *places: Tensor) -> Tensor:
+        starts_A1, anchors_A1 = (place_A[:, None] for place_A in places)
+        context_AT = (torch.arange(len(context_k)) >= starts_A1) & (torch.arange(len(context_k)) < anchors_A1)
+        visible_NJ = torch.cat([context_AT.repeat_interleave(5, 0), own_NN], 1)
+        return attend(q, torch.cat([context_k, k]), torch.cat([context_v, v]), visible_NJ)
+
+    patch.setattr(backbone, "anchor_attention", attention)
 
 
 def _see_backwards_only(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
-    visibility = model.block_visibility
-
-    def causal(*given: Any) -> Tensor:
-        visible = visibility(*given)
-        visible[..., 23:] &= torch.ones(25, 25, dtype=torch.bool).tril()
-        return visible
-
-    patch.setattr(model, "block_visibility", causal)
+    _show(patch, torch.kron(torch.eye(10), torch.ones(5, 5).tril()).bool())
 
 
 def _see_other_blocks(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
-    visibility = model.block_visibility
-
-    def open_to_all(*given: Any) -> Tensor:
-        visible = visibility(*given)
-        visible[..., 23:] = case.keep_BA.repeat_interleave(5, dim=1)[:, None, None]
-        return visible
-
-    patch.setattr(model, "block_visibility", open_to_all)
+    same_NN = torch.kron(torch.eye(2), torch.ones(25, 25)).bool()
+    _show(patch, same_NN & case.keep_BA.flatten().repeat_interleave(5))
 
 
 def _normalise_context_again(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
-    def keys_values(draft: DraftModel, taps_BTLD: Tensor, start: int) -> list[Any]:
-        context_BTD, rotary = draft.context(taps_BTLD), draft.rotary(torch.arange(taps_BTLD.shape[1])[None])
-        return [layer.self_attn.keys_values(layer.input_layernorm(context_BTD), rotary) for layer in draft.layers]
+    layers = {layer.self_attn: layer for layer in case.draft.layers}
 
-    patch.setattr(DraftModel, "context_keys_values", keys_values)
+    def read(memory: Anchored, attention: DraftAttention, *block: Tensor) -> Tensor:
+        context_TD = layers[attention].input_layernorm(memory.context_TD)
+        context = attention.keys_values(context_TD, memory.rotary)
+        return backbone.anchor_attention(block[0], *context, *block[1:], memory.starts_A, memory.anchors_A)
+
+    patch.setattr(Anchored, "__call__", read)
 
 
 def _positions_one_early(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
@@ -70,8 +75,8 @@ def _positions_one_early(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
 
 def _previous(shift: int) -> Callable[[GoldenCase, pytest.MonkeyPatch], None]:
     def plant(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
-        hidden_BAKD = case.forward().hidden_BAKD
-        patch.setattr(case.draft, "blocks", lambda *_: hidden_BAKD)
+        hidden_AKD = case.forward().hidden_AKD
+        patch.setattr(case.draft, "blocks", lambda *_: hidden_AKD)
         case.ids_BT = case.ids_BT[:, (torch.arange(23) + shift).clamp(0, 22)]
 
     return plant
@@ -135,12 +140,12 @@ def test_every_mistake_of_the_forward_pass_in_the_golden_file_is_planted(dspark_
     assert named == set(MISTAKES)
 
 
-def _gradient_of_block(case: GoldenCase, sequence: int, block: int, inputs: Tensor, draft: Any) -> Tensor:
-    output = draft(case.ids_BT, inputs, case.anchors_BA, case.keep_BA)
-    scalar = (
-        logits_of(case.draft, output)[sequence, block].square().sum()
-        + output.confidence_logits_BAK[sequence, block].sum()
-    )
+def _gradient_of_block(case: GoldenCase, sequence: int, block: int, inputs: Tensor) -> Tensor:
+    output = case.run(inputs)
+    assert output.confidence_logits_AK is not None
+    logits_BAKV = case.on_grid(logits_of(case.draft, output))
+    confidence_BAK = case.on_grid(output.confidence_logits_AK)
+    scalar = logits_BAKV[sequence, block].square().sum() + confidence_BAK[sequence, block].sum()
     (gradient,) = torch.autograd.grad(scalar, inputs)
     return gradient
 
@@ -148,7 +153,7 @@ def _gradient_of_block(case: GoldenCase, sequence: int, block: int, inputs: Tens
 def test_a_block_depends_on_all_taps_before_its_anchor_and_on_no_other(case: GoldenCase) -> None:
     taps_BTLD = case.taps().clone().requires_grad_()
     for sequence, block in ((0, 0), (0, 2), (1, 3)):
-        gradient_BTLD = _gradient_of_block(case, sequence, block, taps_BTLD, case.draft)
+        gradient_BTLD = _gradient_of_block(case, sequence, block, taps_BTLD)
         anchor = int(case.anchors_BA[sequence, block])
         reached_BT = gradient_BTLD.abs().amax((2, 3)) > 0
         expected_BT = torch.zeros_like(reached_BT)
@@ -174,18 +179,14 @@ def test_changing_later_taps_or_another_block_leaves_a_block_unchanged_bit_for_b
     assert not torch.equal(before_BAKV[0, 3], after_BAKV[0, 3])
 
 
-def test_padding_behind_a_sequence_changes_nothing(case: GoldenCase) -> None:
-    before_BAKV = case.logits()
-    for filling in (0.0, 1000.0):
-        padding_BTLD = torch.full((2, 6, *case.states_BTLD.shape[2:]), filling, dtype=torch.float64)
-        ids_BT = torch.cat([case.ids_BT, torch.full((2, 6), 60)], 1)
-        taps_BTLD = torch.cat([case.taps(), padding_BTLD[:, :, :3]], 1)
-        after = case.draft(ids_BT, taps_BTLD, case.anchors_BA, case.keep_BA)
-        after_BAKV = logits_of(case.draft, after)
-        torch.testing.assert_close(after_BAKV[case.valid_BAK], before_BAKV[case.valid_BAK])
+def test_a_sequence_says_the_same_alone_and_packed_with_others(case: GoldenCase) -> None:
+    packed_BAKV = case.logits()
+    for b in range(2):
+        alone_AKV = logits_of(case.draft, case.alone(b)[0])
+        torch.testing.assert_close(alone_AKV[case.valid_BAK[b]], packed_BAKV[b][case.valid_BAK[b]])
 
 
-def test_what_a_padding_block_says_is_finite_and_so_is_its_gradient(case: GoldenCase) -> None:
+def test_what_a_block_without_context_says_is_finite_and_so_is_its_gradient(case: GoldenCase) -> None:
     case.keep_BA = torch.zeros_like(case.keep_BA)
     logits_BAKV = case.logits()
     assert logits_BAKV.isfinite().all()
@@ -203,9 +204,9 @@ def test_bfloat16_and_autocast_stay_near_float32(dspark_golden: dict[str, Any], 
         cast = other.forward()
     logits_of(other.draft, cast).square().mean().backward()
     for each, output in ((case, low), (other, cast)):
-        assert output.confidence_logits_BAK is not None
-        assert output.confidence_logits_BAK.dtype == torch.float32
-        logits_BAKV = logits_of(each.draft, output)
+        assert output.confidence_logits_AK is not None
+        assert output.confidence_logits_AK.dtype == torch.float32
+        logits_BAKV = each.on_grid(logits_of(each.draft, output))
         assert (logits_BAKV - exact_BAKV)[case.valid_BAK].abs().max() < 0.15
 
 

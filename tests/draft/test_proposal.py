@@ -36,9 +36,7 @@ def test_rounds_with_the_context_cache_are_deepspecs(
     inference = case.expected["inference"]
     hidden: list[Tensor] = []
     blocks = DraftModel.blocks
-    monkeypatch.setattr(
-        DraftModel, "blocks", lambda *given: hidden.append(blocks(*given)[0, 0]) or hidden[-1][None, None]
-    )
+    monkeypatch.setattr(DraftModel, "blocks", lambda *given: hidden.append(blocks(*given)[0]) or hidden[-1][None])
     cache = filled(case, inference["prompt_tokens"])
     for expected in inference["rounds"]:
         assert cache.num_tokens == expected["context_rows_in_cache"] == expected["anchor_position"]
@@ -56,8 +54,8 @@ def test_rounds_with_the_context_cache_are_deepspecs(
             first, last = expected["context_rows_appended"]
             extend(case.draft, cache, case.taps()[0, first : last + 1])
     for layer, rows in enumerate(inference.get("cache_after_last_round", [])):
-        close(cache.keys[layer][0, :, : cache.num_tokens], rows["keys_after_norm_and_rope"])
-        close(cache.values[layer][0, :, : cache.num_tokens], rows["values"])
+        close(cache.keys[layer][: cache.num_tokens].transpose(0, 1), rows["keys_after_norm_and_rope"])
+        close(cache.values[layer][: cache.num_tokens].transpose(0, 1), rows["values"])
 
 
 @pytest.mark.parametrize("mistake", ["one_row_short", "block_positions_one_early", "rows_of_rejected_drafts_kept"])
@@ -93,7 +91,9 @@ def test_drafting_the_text_itself_equals_the_training_pass(dspark_golden: dict[s
         proposal = propose(case.draft, filled(case, anchor, sequence), text[0], dictate(text[1:]))
         assert proposal.ids_K.tolist() == text[1:]
         torch.testing.assert_close(proposal.logits_KV, logits_BAKV[sequence, block])
-        torch.testing.assert_close(proposal.confidence_logits_K, output.confidence_logits_BAK[sequence, block])
+        assert output.confidence_logits_AK is not None
+        confidence_BAK = case.on_grid(output.confidence_logits_AK)
+        torch.testing.assert_close(proposal.confidence_logits_K, confidence_BAK[sequence, block])
 
 
 def test_a_cache_grown_by_random_rounds_equals_one_filled_at_once(dspark_golden: dict[str, Any]) -> None:

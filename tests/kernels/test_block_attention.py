@@ -11,6 +11,7 @@ from kernels.test_mla_verify import DTYPES, EPS, IS_GPU, assert_near, gpu_only
 from dspark.config import DraftConfig
 from dspark.draft.backbone import DraftAttention
 from dspark.kernels import block_attention
+from dspark.kernels.anchor_attention import attend as attend_all
 from dspark.kernels.block_attention import kernel, reference
 from dspark.layers.rotary import rotary_angles
 
@@ -209,10 +210,10 @@ def test_the_three_launches_equal_the_drafts_layer(kernel_device: torch.device) 
     case = Case(6, 2, 2, config.head_dim, length=37, num_rows=64)
     hidden_TD = torch.randn(43, config.hidden_size)
     rotary = rotary_angles(torch.arange(64), config.head_dim, config.rope_theta, torch.float32)
-    own = (rotary[0][None, :43], rotary[1][None, :43])
-    block = (rotary[0][None, 37:43], rotary[1][None, 37:43])
-    keys_BHTE, values_BHTE = layer.keys_values(hidden_TD[None], own)
-    expected_TD = layer(hidden_TD[None, 37:], block, keys_BHTE, values_BHTE, None)[0]
+    own = (rotary[0][:43], rotary[1][:43])
+    block = (rotary[0][37:43], rotary[1][37:43])
+    keys, values = layer.keys_values(hidden_TD, own)
+    expected_TD = layer(hidden_TD[37:], block, lambda _, q_NHE, *own: attend_all(q_NHE, keys, values, None))
 
     weights = [x.weight for x in (layer.q_proj, layer.k_proj, layer.v_proj)]
     x = Inputs(

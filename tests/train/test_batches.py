@@ -34,37 +34,40 @@ def test_a_step_reads_the_same_sequences_however_it_is_split(
     assert Counter(found) == Counter(stream(7, 0, 36)[24:])
 
 
-def test_anchors_depend_on_seed_pass_and_sequence_only() -> None:
+def test_anchors_depend_on_seed_pass_and_sequence_only(tmp_path: Path) -> None:
     sequences = make_sequences()
-    alone = read_batch(sequences, [Draw(0, 3)], 6, seed=1)
-    among = read_batch(sequences, [Draw(0, 1), Draw(0, 3)], 6, seed=1)
-    assert torch.equal(among.anchors_BA[1][among.keep_BA[1]], alone.anchors_BA[0])
+    train = make_run(tmp_path).train
+    alone = read_batch(sequences, [Draw(0, 3)], train, 4, seed=1)
+    among = read_batch(sequences, [Draw(0, 1), Draw(0, 3)], train, 4, seed=1)
+    assert torch.equal(among.anchors_A[among.starts_A > 0] - LENGTHS[1], alone.anchors_A)
     for draw, seed in ((Draw(1, 3), 1), (Draw(0, 3), 2)):
-        assert not torch.equal(read_batch(sequences, [draw], 6, seed).anchors_BA, alone.anchors_BA)
+        assert not torch.equal(read_batch(sequences, [draw], train, 4, seed).anchors_A, alone.anchors_A)
 
 
-def test_a_batch_holds_the_sequences_padded_with_nothing_supervised() -> None:
-    sequences = make_sequences()
-    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 1)], 6, seed=1)
+def test_a_batch_holds_its_sequences_in_one_row_without_padding(tmp_path: Path) -> None:
+    sequences, train = make_sequences(), make_run(tmp_path).train
+    alone = [read_batch(sequences, [Draw(0, index)], train, 4, seed=1) for index in (0, 1)]
+    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 1)], train, 4, seed=1)
     assert batch.indices == (0, 1)
-    assert batch.lengths_B.tolist() == list(LENGTHS[:2])
-    for row, sequence in enumerate(sequences[:2]):
-        length = LENGTHS[row]
-        assert torch.equal(batch.ids_BT[row, :length], sequence.ids_T)
-        assert torch.equal(batch.taps_BTLD[row, :length], sequence.taps_TLD)
-        assert torch.equal(batch.last_hidden_BTD[row, :length], sequence.last_hidden_TD)
-        assert torch.equal(batch.loss_mask_BT[row, :length], sequence.loss_mask_T)
-        assert not batch.loss_mask_BT[row, length:].any()
-        assert not batch.taps_BTLD[row, length:].any()
+    for name in ("ids_T", "taps_TLD", "last_hidden_TD"):
+        assert torch.equal(getattr(batch, name), torch.cat([getattr(sequence, name) for sequence in sequences[:2]]))
+    assert batch.positions_T.tolist() == [*range(LENGTHS[0]), *range(LENGTHS[1])]
+    assert batch.starts_A.tolist() == [0] * len(alone[0].anchors_A) + [LENGTHS[0]] * len(alone[1].anchors_A)
+    assert torch.equal(batch.anchors_A, torch.cat([alone[0].anchors_A, LENGTHS[0] + alone[1].anchors_A]))
+    for name in ("label_ids_AK", "valid_AK"):
+        assert torch.equal(getattr(batch.targets, name), torch.cat([getattr(each.targets, name) for each in alone]))
     # The short sequence supervises six tokens: five may follow an anchor.
-    assert batch.keep_BA.sum(1).tolist() == [5, 6]
+    assert len(alone[0].anchors_A) == 5
+    assert len(alone[1].anchors_A) == train.num_anchors
 
 
-def test_a_sequence_without_an_anchor_gives_an_empty_block() -> None:
-    [sequence, *_] = make_sequences()
-    sequence.loss_mask_T[:] = False
-    batch = read_batch([sequence], [Draw(0, 0)], 6, seed=1)
-    assert not batch.keep_BA.any()
+def test_sequences_without_an_anchor_give_one_block_that_counts_nothing(tmp_path: Path) -> None:
+    sequences = make_sequences()
+    for sequence in sequences:
+        sequence.loss_mask_T[:] = False
+    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path).train, 4, seed=1)
+    assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0], [0])
+    assert batch.targets.valid_AK.tolist() == [[False] * 4]
 
 
 def test_windows_read_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Path) -> None:
@@ -74,4 +77,4 @@ def test_windows_read_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Pa
     for start, window in zip(starts, read_windows(sequences, run, share, starts), strict=True):
         alone = read_window(sequences, run, start, share)
         assert [batch.indices for batch in window] == [batch.indices for batch in alone]
-        assert all(torch.equal(a.anchors_BA, b.anchors_BA) for a, b in zip(window, alone, strict=True))
+        assert all(torch.equal(a.anchors_A, b.anchors_A) for a, b in zip(window, alone, strict=True))

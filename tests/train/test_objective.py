@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from agreeing import compare, plain_loss, teacher_logits
+from agreeing import compare, logits_of, plain_loss, teacher_logits
 from golden_draft import CASES, DTYPES, LOSSES, GoldenCase, close, golden_case
 from torch import Tensor
 
 from dspark.config import ObjectiveSection
-from dspark.draft.anchors import BlockTargets, gather_positions, slot_positions
+from dspark.draft.anchors import BlockTargets
 from dspark.draft.confidence import ConfidenceHead
 from dspark.draft.model import DraftOutput
 from dspark.train import objective as room
@@ -70,22 +70,21 @@ def test_acceptance_metrics_and_estimates_are_deepspecs(
 ) -> None:
     case = golden_case(dspark_golden, name, dtype)
     targets, acceptance, logged = case.targets(), case.expected["acceptance"], case.expected["metrics"]
-    valid_BAK = targets.valid_BAK
-    weights_BAK = slot_weights(valid_BAK, 4.0)
-    close(weights_BAK, case.shared["loss_weights"])
-    teacher_BAKV = teacher_logits(case.teacher(), 5)
+    valid_BAK = case.on_grid(targets.valid_AK)
+    close(slot_weights(valid_BAK, 4.0), case.shared["loss_weights"])
+    teacher_BAKV = case.on_grid(teacher_logits(case.teacher(), 5))
     close(teacher_BAKV[valid_BAK], torch.tensor(case.shared["teacher_logits"]).double()[valid_BAK])
-    found = compare(case.logits(), teacher_BAKV, targets.label_ids_BAK)
-    close(found.acceptance_BAK[valid_BAK], torch.tensor(case.expected["accept_rate"]).double()[valid_BAK])
-    close(found.divergence_BAK[valid_BAK], torch.tensor(acceptance["kl"]).double()[valid_BAK])
+    found = compare(case.logits(), teacher_BAKV, case.on_grid(targets.label_ids_AK))
+    close(found.acceptance_AK[valid_BAK], torch.tensor(case.expected["accept_rate"]).double()[valid_BAK])
+    close(found.divergence_AK[valid_BAK], torch.tensor(acceptance["kl"]).double()[valid_BAK])
     for b in range(2):
         for a in range(5):
-            block = Agreement(*(part[b : b + 1, a : a + 1] for part in found))
-            valid = valid_BAK[b : b + 1, a : a + 1]
+            block = Agreement(*(part[b, a : a + 1] for part in found))
+            valid = valid_BAK[b, a : a + 1]
             close(expected_acceptance_teacher_forced(block, valid), acceptance["e_tf_per_block"][b][a])
             close(expected_acceptance_ratio(block, valid), acceptance["e_ratio_per_block"][b][a])
     _, metrics = scored(case)
-    assert mean(metrics, "argmax_agreement") == pytest.approx(float(found.agrees_BAK[valid_BAK].mean()))
+    assert mean(metrics, "argmax_agreement") == pytest.approx(float(found.agrees_AK[valid_BAK].mean()))
     tolerance = {"abs": 1e-5 if dtype == torch.float32 else 1e-9}
     expected = {f"conditional_acceptance_{k}": logged[f"accept_rate@{k}"] for k in range(5)} | {
         "cross_entropy": logged["ce_loss"],
@@ -109,10 +108,10 @@ def test_acceptance_metrics_and_estimates_are_deepspecs(
 def test_gradients_with_respect_to_the_logits_are_deepspecs(dspark_golden: dict[str, Any], dtype: torch.dtype) -> None:
     case = golden_case(dspark_golden, "mha_vanilla", dtype)
     output, teacher = case.forward(), case.teacher()
-    logits_BAKV = case.logits().detach().requires_grad_()
-    states_BTV = teacher.last_hidden_BTD @ teacher.head_VD.T
-    bare = DraftOutput(logits_BAKV, output.mixed_BAKR * 0, output.markov_VR, output.confidence_logits_BAK)
-    eye = Teacher(torch.eye(logits_BAKV.shape[-1], dtype=dtype), states_BTV, case.anchors_BA)
+    logits_AKV = logits_of(case.draft, output).detach().requires_grad_()
+    states_TV = teacher.last_hidden_TD @ teacher.head_VD.T
+    bare = DraftOutput(logits_AKV, output.mixed_AKR * 0, output.markov_VR, output.confidence_logits_AK)
+    eye = Teacher(torch.eye(logits_AKV.shape[-1], dtype=dtype), states_TV, case.anchors_A)
     nothing = dict.fromkeys(LOSSES, 0.0)
     length = nothing | {"acceptance_length": 1.0}
     sections = {
@@ -125,8 +124,12 @@ def test_gradients_with_respect_to_the_logits_are_deepspecs(dspark_golden: dict[
     assert set(sections) == set(expected)
     for name, (section, weight, factor) in sections.items():
         loss, _ = objective(bare, eye, case.targets(), section, weight, denominators(case.targets(), 4.0))
-        (gradient_BAKV,) = torch.autograd.grad(factor * loss, logits_BAKV)
-        close(gradient_BAKV, expected[name], atol_float32=2e-4 * float(torch.tensor(expected[name]).abs().max()))
+        (gradient_AKV,) = torch.autograd.grad(factor * loss, logits_AKV)
+        close(
+            case.on_grid(gradient_AKV),
+            expected[name],
+            atol_float32=2e-4 * float(torch.tensor(expected[name]).abs().max()),
+        )
 
 
 @pytest.mark.parametrize("form", ["ratio", "teacher_forced"])
@@ -176,20 +179,15 @@ def test_our_numbers_are_none_of_the_wrong_ones(dspark_golden: dict[str, Any], n
             assert abs(mean(metrics, f"expected_acceptance_{form}") - wrong_value) > 1e-2, key
 
 
-def _labels(case: GoldenCase, shift: int) -> BlockTargets:
-    positions_BAK = slot_positions(case.anchors_BA, 5) + 1 + shift
-    alone_BAK = gather_positions(case.loss_mask_BT, positions_BAK) & (positions_BAK < 23) & case.keep_BA[..., None]
-    return BlockTargets(gather_positions(case.ids_BT, positions_BAK), alone_BAK.long().cumprod(-1).bool())
-
-
 def _teacher(case: GoldenCase, shift: int) -> Teacher:
     return case.teacher(case.last_hidden_BTD[:, (torch.arange(23) + shift).clamp(0, 22)])
 
 
 def _mask_without_product(case: GoldenCase) -> BlockTargets:
-    positions_BAK = slot_positions(case.anchors_BA, 5) + 1
-    alone_BAK = gather_positions(case.loss_mask_BT, positions_BAK) & (positions_BAK < 23) & case.keep_BA[..., None]
-    return replace(case.targets(), valid_BAK=alone_BAK)
+    positions_BAK = case.anchors_BA[..., None] + torch.arange(5) + 1
+    padded_BT = torch.cat([case.loss_mask_BT, torch.zeros(2, 9, dtype=torch.bool)], 1)
+    alone_BAK = torch.stack([mask_T[places] for mask_T, places in zip(padded_BT, positions_BAK, strict=True)])
+    return replace(case.targets(), valid_AK=(alone_BAK & case.keep_BA[..., None]).flatten(0, 1))
 
 
 def _deepspec_teacher(case: GoldenCase) -> Teacher:
@@ -199,8 +197,8 @@ def _deepspec_teacher(case: GoldenCase) -> Teacher:
 
 Planted = tuple[BlockTargets, Teacher, ObjectiveSection]
 MISTAKES: dict[str, Callable[[GoldenCase], Planted]] = {
-    "labels_one_late": lambda case: (_labels(case, +1), _deepspec_teacher(case), DEEPSPEC),
-    "labels_one_early": lambda case: (_labels(case, -1), _deepspec_teacher(case), DEEPSPEC),
+    "labels_one_late": lambda case: (case.targets(+1), _deepspec_teacher(case), DEEPSPEC),
+    "labels_one_early": lambda case: (case.targets(-1), _deepspec_teacher(case), DEEPSPEC),
     "teacher_one_late": lambda case: (case.targets(), _teacher(case, +1), DEEPSPEC),
     "teacher_one_early": lambda case: (case.targets(), _teacher(case, -1), DEEPSPEC),
     "teacher_pre_norm": lambda case: (case.targets(), case.teacher(case.pre_norm_BTD), DEEPSPEC),
@@ -227,9 +225,9 @@ def test_a_planted_mistake_gives_the_wrong_number(dspark_golden: dict[str, Any],
     assert abs(right - wrong["total"]) > 2e-4
 
 
-def _attached(agreement: Agreement, logits_BAK: Tensor, weights_BAK: Tensor) -> Tensor:
-    softplus_BAK = torch.nn.functional.softplus(logits_BAK)
-    return (weights_BAK * (softplus_BAK - agreement.acceptance_BAK * logits_BAK)).sum()
+def _attached(agreement: Agreement, logits_AK: Tensor, weights_AK: Tensor) -> Tensor:
+    softplus_AK = torch.nn.functional.softplus(logits_AK)
+    return (weights_AK * (softplus_AK - agreement.acceptance_AK * logits_AK)).sum()
 
 
 @pytest.mark.parametrize("mistake", ["confidence_label_not_detached", "confidence_input_detached"])
@@ -253,19 +251,21 @@ def test_a_planted_detaching_mistake_gives_the_wrong_gradients(
 def test_planted_mistakes_of_the_expected_acceptance_give_the_wrong_numbers(dspark_golden: dict[str, Any]) -> None:
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
     targets = case.targets()
-    valid_BAK, num_blocks = targets.valid_BAK, float(targets.valid_BAK[..., 0].sum())
-    found = compare(case.logits(), teacher_logits(_deepspec_teacher(case), 5), targets.label_ids_BAK)
-    inverted = found._replace(
-        draft_logprobs_BAK=found.teacher_logprobs_BAK, teacher_logprobs_BAK=found.draft_logprobs_BAK
-    )
-    ratio_BAK = (found.draft_logprobs_BAK - found.teacher_logprobs_BAK).clamp(max=0).exp()
-    own = found._replace(acceptance_BAK=found.acceptance_BAK * ratio_BAK)
-    kept_BAK = case.keep_BA[..., None].expand_as(valid_BAK)
+    valid_AK, num_blocks = targets.valid_AK, float(targets.valid_AK[:, 0].sum())
+    case.last_hidden_BTD = case.last_hidden_BTD[:, torch.arange(23).clamp(max=21)]  # as in _deepspec_teacher
+    both = [case.alone(b) for b in range(2)]
+    logits_AKV = torch.cat([logits_of(case.draft, output) for output, _ in both])
+    teacher_AKV = torch.cat([teacher_logits(teacher, 5) for _, teacher in both])
+    found = compare(logits_AKV, teacher_AKV, targets.label_ids_AK)
+    inverted = found._replace(draft_logprobs_AK=found.teacher_logprobs_AK, teacher_logprobs_AK=found.draft_logprobs_AK)
+    ratio_AK = (found.draft_logprobs_AK - found.teacher_logprobs_AK).clamp(max=0).exp()
+    own = found._replace(acceptance_AK=found.acceptance_AK * ratio_AK)
+    kept_AK = case.keep_BA.view(-1, 1).expand_as(valid_AK)
     planted = {
-        "e_tf_mean_over_all_blocks": expected_acceptance_teacher_forced(found, valid_BAK) / valid_BAK[..., 0].numel(),
-        "e_tf_without_mask": expected_acceptance_teacher_forced(found, kept_BAK) / num_blocks,
-        "e_ratio_inverted": expected_acceptance_ratio(inverted, valid_BAK) / num_blocks,
-        "e_ratio_reach_includes_own_slot": expected_acceptance_ratio(own, valid_BAK) / num_blocks,
+        "e_tf_mean_over_all_blocks": expected_acceptance_teacher_forced(found, valid_AK) / len(valid_AK),
+        "e_tf_without_mask": expected_acceptance_teacher_forced(found, kept_AK) / num_blocks,
+        "e_ratio_inverted": expected_acceptance_ratio(inverted, valid_AK) / num_blocks,
+        "e_ratio_reach_includes_own_slot": expected_acceptance_ratio(own, valid_AK) / num_blocks,
     }
     wrong = {key: case.expected["acceptance"][f"y_wrong_{key}"] for key in planted}
     assert {key: float(value.detach()) for key, value in planted.items()} == {
@@ -286,29 +286,29 @@ TERMS: dict[str, Callable[[Agreement, Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("term", TERMS)
 def test_the_gradient_of_a_term_is_its_finite_difference(term: str) -> None:
     torch.manual_seed(2)
-    draft_BAKV = torch.randn(1, 2, 3, 7, dtype=torch.float64)
-    teacher_BAKV, confidence_BAK = 2 * torch.randn_like(draft_BAKV), torch.randn(1, 2, 3, dtype=torch.float64)
-    labels_BAK = torch.randint(0, 7, (1, 2, 3))
-    valid_BAK = torch.tensor([[[True, True, True], [True, True, False]]])
-    weights_BAK = slot_weights(valid_BAK, 4.0)
-    constant = compare(draft_BAKV, teacher_BAKV, labels_BAK)
+    draft_AKV = torch.randn(2, 3, 7, dtype=torch.float64)
+    teacher_AKV, confidence_AK = 2 * torch.randn_like(draft_AKV), torch.randn(2, 3, dtype=torch.float64)
+    labels_AK = torch.randint(0, 7, (2, 3))
+    valid_AK = torch.tensor([[True, True, True], [True, True, False]])
+    weights_AK = slot_weights(valid_AK, 4.0)
+    constant = compare(draft_AKV, teacher_AKV, labels_AK)
 
     def value(draft: Tensor, confidence: Tensor) -> Tensor:
-        found = compare(draft, teacher_BAKV, labels_BAK)
+        found = compare(draft, teacher_AKV, labels_AK)
         if term == "confidence":  # its label is a constant by definition
-            found = found._replace(acceptance_BAK=constant.acceptance_BAK)
-        return TERMS[term](found, valid_BAK, weights_BAK, confidence)
+            found = found._replace(acceptance_AK=constant.acceptance_AK)
+        return TERMS[term](found, valid_AK, weights_AK, confidence)
 
-    draft_BAKV.requires_grad_()
-    confidence_BAK.requires_grad_()
-    gradients = torch.autograd.grad(value(draft_BAKV, confidence_BAK), (draft_BAKV, confidence_BAK), allow_unused=True)
+    draft_AKV.requires_grad_()
+    confidence_AK.requires_grad_()
+    gradients = torch.autograd.grad(value(draft_AKV, confidence_AK), (draft_AKV, confidence_AK), allow_unused=True)
     assert sum(gradient is not None for gradient in gradients) == 1
-    for place, given in enumerate((draft_BAKV, confidence_BAK)):
+    for place, given in enumerate((draft_AKV, confidence_AK)):
         found = torch.zeros_like(given) if gradients[place] is None else gradients[place]
         for index in range(given.numel()):
             step = torch.zeros_like(given)
             step.view(-1)[index] = 1e-6
-            both = [[draft_BAKV.detach(), confidence_BAK.detach()] for _ in range(2)]
+            both = [[draft_AKV.detach(), confidence_AK.detach()] for _ in range(2)]
             both[0][place], both[1][place] = given.detach() + step, given.detach() - step
             difference = (value(*both[0]) - value(*both[1])) / 2e-6
             assert float(found.reshape(-1)[index]) == pytest.approx(float(difference), rel=1e-5, abs=1e-8)
@@ -317,11 +317,11 @@ def test_the_gradient_of_a_term_is_its_finite_difference(term: str) -> None:
 def test_the_teacher_of_a_slot_predicts_the_slots_label_and_no_neighbour(dspark_golden: dict[str, Any]) -> None:
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
     following_BT = case.ids_BT[:, (torch.arange(23) + 1).clamp(max=22)]
-    certain_BTV = torch.nn.functional.one_hot(following_BT, 61).double()
-    said_BAK = teacher_logits(Teacher(torch.eye(61).double(), certain_BTV, case.anchors_BA), 5).argmax(-1)
+    certain_TV = torch.nn.functional.one_hot(following_BT.flatten(), 61).double()
+    said_AK = teacher_logits(Teacher(torch.eye(61).double(), certain_TV, case.anchors_A), 5).argmax(-1)
     for shift in (-1, 0, 1):
-        labels_BAK = _labels(case, shift).label_ids_BAK
-        agreeing = (said_BAK == labels_BAK)[case.valid_BAK].double().mean()
+        labels_AK = case.targets(shift).label_ids_AK
+        agreeing = (said_AK == labels_AK)[case.targets().valid_AK].double().mean()
         assert agreeing == 1 if shift == 0 else agreeing < 0.3
 
 
@@ -348,10 +348,9 @@ def test_micro_steps_with_pooled_denominators_sum_to_the_whole_batch(dspark_gold
     targets = parts.targets()
     pooled = denominators(targets, 4.0)
     total, sums = 0.0, dict.fromkeys(metrics, torch.zeros(2).double())
-    for b in (slice(0, 1), slice(1, 2)):
-        output = parts.draft(parts.ids_BT[b], parts.taps()[b], parts.anchors_BA[b], parts.keep_BA[b])
-        part = BlockTargets(targets.label_ids_BAK[b], targets.valid_BAK[b])
-        teacher = Teacher(parts.teacher().head_VD, parts.last_hidden_BTD[b], parts.anchors_BA[b])
+    for b in (0, 1):
+        blocks, (output, teacher) = slice(5 * b, 5 * b + 5), parts.alone(b)
+        part = BlockTargets(targets.label_ids_AK[blocks], targets.valid_AK[blocks])
         found, found_metrics = objective(output, teacher, part, EVERYTHING, 0.5, pooled)
         found.backward()
         total += float(found.detach())
@@ -380,7 +379,7 @@ def test_a_loss_is_the_weighted_sum_of_its_terms(dspark_golden: dict[str, Any]) 
 
 def test_a_draft_without_a_confidence_head_trains_on_the_other_terms(dspark_golden: dict[str, Any]) -> None:
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
-    targets, output = case.targets(), case.forward()._replace(confidence_logits_BAK=None)
+    targets, output = case.targets(), case.forward()._replace(confidence_logits_AK=None)
     loss, metrics = objective(output, case.teacher(), targets, DEEPSPEC, 0.0, denominators(targets, 4.0))
     losses = case.expected["losses"]
     assert float(loss.detach()) == pytest.approx(0.1 * losses["ce"]["value"] + 0.9 * losses["l1"]["value"], rel=1e-7)
@@ -391,11 +390,12 @@ def test_the_teacher_gets_no_gradient_and_an_unweighted_confidence_head_gets_zer
     dspark_golden: dict[str, Any],
 ) -> None:
     case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
-    targets, teacher = case.targets(), case.teacher(case.last_hidden_BTD.clone().requires_grad_())
+    states_BTD = case.last_hidden_BTD.clone().requires_grad_()
+    targets, teacher = case.targets(), case.teacher(states_BTD)
     section = EVERYTHING.model_copy(update={"confidence": 0.0})
     loss, _ = objective(case.forward(), teacher, targets, section, 0.5, denominators(targets, 4.0))
     loss.backward()
-    assert teacher.last_hidden_BTD.grad is None
+    assert states_BTD.grad is None
     for parameter in case.draft.parameters():
         assert parameter.grad is not None
     assert case.draft.confidence_head is not None

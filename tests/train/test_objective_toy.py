@@ -45,8 +45,8 @@ class Toy:
         shape = (len(text_NK), self.vocab_size)
         draft = [self.draft_logits(self.previous(text_NK, k), k).expand(shape) for k in slots]
         teacher = [self.target[k][self.prefixes(text_NK, k)] for k in slots]
-        found = compare(torch.stack(draft, 1)[:, None], torch.stack(teacher, 1)[:, None], text_NK[:, None])
-        valid = torch.ones(1, 1, self.num_slots, dtype=torch.bool)
+        found = compare(torch.stack(draft, 1), torch.stack(teacher, 1), text_NK)
+        valid = torch.ones(1, self.num_slots, dtype=torch.bool)
         return torch.vmap(lambda *parts: form(Agreement(*(part[None] for part in parts)), valid))(*found)
 
     def texts(self) -> tuple[Tensor, Tensor]:

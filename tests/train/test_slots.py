@@ -12,19 +12,19 @@ VOCAB_SIZE, NUM_TOKENS = 11, 30
 
 
 def random_blocks(seed: int) -> tuple[Tensor, Tensor]:
-    """Validity of two sequences' blocks of three slots, a prefix of each, and their anchors."""
+    """Validity of 18 blocks of three slots, a prefix of each, and their anchors in a row of two texts."""
     generator = torch.Generator().manual_seed(seed)
     anchors_BA = torch.randint(0, NUM_TOKENS - 1, (2, 9), generator=generator).sort(1).values
     lengths_BA = torch.randint(0, 4, (2, 9), generator=generator).minimum(NUM_TOKENS - 1 - anchors_BA)
-    return torch.arange(3) < lengths_BA[..., None], anchors_BA
+    return torch.arange(3) < lengths_BA.view(18, 1), (anchors_BA + torch.tensor([[0], [NUM_TOKENS]])).flatten()
 
 
 @pytest.mark.parametrize("numbers", [1, 70, 200, 10**6])
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_hold_every_valid_slot_once_and_whole_blocks(numbers: int, seed: int) -> None:
-    valid_BAK, anchors_BA = random_blocks(seed)
-    slots = lay_out(valid_BAK, anchors_BA, NUM_TOKENS, numbers, VOCAB_SIZE)
-    assert torch.equal(slots.places_N, valid_BAK.flatten().nonzero()[:, 0])
+    valid_AK, anchors_A = random_blocks(seed)
+    slots = lay_out(valid_AK, anchors_A, numbers, VOCAB_SIZE)
+    assert torch.equal(slots.places_N, valid_AK.flatten().nonzero()[:, 0])
     assert slots.blocks == (slots.places_N // 3).tolist()
     end = teacher_end = 0
     for piece in slots.pieces:
@@ -38,10 +38,9 @@ def test_pieces_hold_every_valid_slot_once_and_whole_blocks(numbers: int, seed: 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_slot_is_taught_by_the_state_at_its_position_and_rows_are_shared(seed: int) -> None:
-    valid_BAK, anchors_BA = random_blocks(seed)
-    slots = lay_out(valid_BAK, anchors_BA, NUM_TOKENS, 200, VOCAB_SIZE)
-    positions_BAK = slot_positions(anchors_BA, 3)
-    expected_N = (positions_BAK + torch.tensor([0, NUM_TOKENS])[:, None, None])[valid_BAK]
+    valid_AK, anchors_A = random_blocks(seed)
+    slots = lay_out(valid_AK, anchors_A, 200, VOCAB_SIZE)
+    expected_N = slot_positions(anchors_A, 3)[valid_AK]
     for piece in slots.pieces:
         rows_M = slots.teachers_M[piece.teachers]
         assert torch.equal(rows_M[piece.teacher_rows_P], expected_N[piece.rows])
@@ -49,16 +48,16 @@ def test_a_slot_is_taught_by_the_state_at_its_position_and_rows_are_shared(seed:
 
 
 def test_nothing_valid_gives_no_piece() -> None:
-    slots = lay_out(torch.zeros(1, 4, 3, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.long), 9, 100, 11)
+    slots = lay_out(torch.zeros(4, 3, dtype=torch.bool), torch.zeros(4, dtype=torch.long), 100, 11)
     assert (slots.pieces, slots.blocks, len(slots.teachers_M)) == ([], [], 0)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_slopes_of_the_acceptance_length_are_autograds(seed: int) -> None:
-    valid_BAK, _ = random_blocks(seed)
+    valid_AK, _ = random_blocks(seed)
     generator = torch.Generator().manual_seed(seed)
-    step_BAK, go_on_BAK = (torch.rand(2, 9, 3, generator=generator).double().requires_grad_() for _ in range(2))
-    expected = torch.autograd.grad(_expected_length(step_BAK, go_on_BAK, valid_BAK), (step_BAK, go_on_BAK))
-    found = length_slopes(*((x.detach() * valid_BAK).flatten(0, 1) for x in (step_BAK, go_on_BAK)))
+    step_AK, go_on_AK = (torch.rand(18, 3, generator=generator).double().requires_grad_() for _ in range(2))
+    expected = torch.autograd.grad(_expected_length(step_AK, go_on_AK, valid_AK), (step_AK, go_on_AK))
+    found = length_slopes(*(x.detach() * valid_AK for x in (step_AK, go_on_AK)))
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.view(2, 9, 3)[valid_BAK], theirs[valid_BAK], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(ours[valid_AK], theirs[valid_AK], rtol=1e-12, atol=1e-14)

@@ -30,7 +30,10 @@ def make_learner(folder: Path, **train: Any) -> Learner:
 def make_window(learner: Learner) -> list[Batch]:
     train, sequences = learner.run.train, make_sequences()
     share = Share(train.batch_size, train.accumulation_steps, 0, 1)
-    return [read_batch(sequences, draws, 6, 0) for draws in window_draws(len(sequences), 0, 0, share)]
+    return [
+        read_batch(sequences, draws, train, learner.run.draft.block_size, 0)
+        for draws in window_draws(len(sequences), 0, 0, share)
+    ]
 
 
 def gradients(learner: Learner) -> Tensor:
@@ -101,7 +104,7 @@ def unmoved(learner: Learner, window: list[Batch], message: str) -> None:
 def test_a_loss_that_is_not_finite_stops_before_the_optimizer_moves_and_names_the_sequence(tmp_path: Path) -> None:
     learner = make_learner(tmp_path)
     window = make_window(learner)
-    window[2].last_hidden_BTD[:] = float("nan")
+    window[2].last_hidden_TD[:] = float("nan")
     unmoved(learner, window, rf"step 7: the loss is not finite.*\[{window[2].indices[0]}\]")
 
 
@@ -148,7 +151,9 @@ def test_layers_computed_again_give_the_same_gradient_to_the_bit(tmp_path: Path)
 
 def test_a_step_without_a_valid_slot_learns_nothing(tmp_path: Path) -> None:
     learner = make_learner(tmp_path)
-    window = [replace(batch, keep_BA=torch.zeros_like(batch.keep_BA)) for batch in make_window(learner)]
+    window = make_window(learner)
+    for batch in window:
+        batch.targets.valid_AK[:] = False
     assert float(train_step(learner, window, step=2)["loss"][0]) == 0.0
     assert not gradients(learner).any()
 
