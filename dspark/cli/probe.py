@@ -55,7 +55,8 @@ def decode_and_keep_best(learner: Learner, probe: Probe | None, step: int, origi
     found: Row = {}
     if probe:
         draft, run = learner.draft, learner.run
-        found = {DECODED: probe(draft)}
+        with torch.compiler.set_stance("force_eager"):  # decoding has another shape in each round
+            found = {DECODED: probe(draft)}
         if found[DECODED] > kept_length(run.train.folder / BEST):
             made = origin | {"step": step} | found
             write_draft(draft, run.train.folder / BEST, folder_fields(run), provenance=made)

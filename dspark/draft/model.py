@@ -66,6 +66,13 @@ class DraftModel(nn.Module):
             elif isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
 
+    def compile_layers(self) -> None:
+        """From now on run every layer as one graph of fused kernels, made when it first sees its inputs.
+        ``torch.compiler.set_stance("force_eager")`` leaves it out where that does not pay.
+        """
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward, fullgraph=True)
+
     def bind(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
         """Use the target's embedding and head, frozen and uncopied, in their own dtype.
         Raises: DraftMismatchError when a table is not [vocab_size, hidden_size] of this draft.

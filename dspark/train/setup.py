@@ -71,6 +71,8 @@ def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Lear
         raise ConfigError(f"{source}: {name} is {there} there and {here} in the run")
     draft.train().requires_grad_(True)
     draft.activation_checkpointing = run.train.activation_checkpointing
+    if accelerator.device.type == "cuda":
+        draft.compile_layers()
     wrapped, optimizer = accelerator.prepare(draft, build_optimizer(draft, run.train))
     if run.train.ema_decay:
         inner = optimizer.optimizer

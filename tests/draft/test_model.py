@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,6 +193,27 @@ def test_what_a_block_without_context_says_is_finite_and_so_is_its_gradient(case
     assert logits_BAKV.isfinite().all()
     logits_BAKV.square().sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in case.draft.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_layers_are_whole_graphs_of_any_length_and_say_the_same(
+    dspark_golden: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    # On a CPU attention walks over documents, which no graph can hold; on a GPU it is one operation.
+    monkeypatch.setattr(backbone, "anchor_attention", lambda q, ck, cv, k, v, *_: q + (ck * cv).mean() + (k * v).mean())
+    found = []
+    for is_compiled in (False, True):
+        case, gradients = golden_case(dspark_golden, name, torch.float64), []
+        if is_compiled:
+            case.draft.compile_layers()
+        for b in range(2):
+            logits_AKV = logits_of(case.draft, case.alone(b)[0])
+            gradients.append(torch.autograd.grad(logits_AKV.square().sum(), case.draft.layers[0].mlp.gate_proj.weight))
+            case.anchors_BA, case.keep_BA = case.anchors_BA[:, :4], case.keep_BA[:, :4]
+        found.append((logits_AKV, *(x for pair in gradients for x in pair)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", CASES)
