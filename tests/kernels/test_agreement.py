@@ -10,8 +10,8 @@ from dspark.kernels import agreement
 from dspark.kernels.agreement import Figures, Piece, Slopes, kernel, reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a real vocabulary in bf16 needs a GPU")
-BF16, FP32 = torch.bfloat16, torch.float32
-CEILING = {FP32: 5e-6, BF16: 2e-2}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CEILING = {FP32: 5e-6, FP16: 2e-3, BF16: 2e-2}
 
 
 def random_rows(
@@ -95,7 +95,8 @@ def check(draft_PV: torch.Tensor, teacher_MV: torch.Tensor, rows_P: torch.Tensor
         else:
             allowed = min(max(1.5 * far(torchs, right, floor=1.0), 1e-6), CEILING[FP32])
             assert far(ours, right, floor=1.0) <= allowed, name
-    assert far(found_PV, exact_PV) <= min(max(1.5 * far(theirs_PV, exact_PV), 1e-6), CEILING[dtype])
+    slack = 1.5 if draft_PV.is_cuda or dtype != BF16 else 3.0  # the interpreter cuts bfloat16 off where a GPU rounds
+    assert far(found_PV, exact_PV) <= min(max(slack * far(theirs_PV, exact_PV), 1e-6), CEILING[dtype])
 
 
 @pytest.mark.parametrize("spread", [0.1, 2.0, 30.0])
@@ -107,11 +108,11 @@ def test_the_kernel_is_the_definition(
     check(*random_rows(5, vocab_size, kernel_device, FP32, spread))
 
 
-@pytest.mark.parametrize(("draft", "teacher"), [(BF16, FP32), (FP32, BF16), (BF16, BF16)])
+@pytest.mark.parametrize(("draft", "teacher"), [(BF16, FP32), (FP32, BF16), (BF16, BF16), (FP16, FP32)])
 def test_the_kernel_takes_each_side_in_its_own_dtype(
     draft: torch.dtype, teacher: torch.dtype, kernel_device: torch.device
 ) -> None:
-    draft_PV, teacher_MV, rows_P, labels_P = random_rows(4, 300, kernel_device, FP32)
+    draft_PV, teacher_MV, rows_P, labels_P = random_rows(16, 300, kernel_device, FP32)
     check(draft_PV.to(draft), teacher_MV.to(teacher), rows_P, labels_P)
 
 

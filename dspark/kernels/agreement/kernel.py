@@ -30,7 +30,8 @@ def _tile(row, start, V: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     column_GL = start + tl.arange(0, GROUP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     if IS_WHOLE:
         return tl.load(row + column_GL).to(tl.float32)
-    return tl.load(row + column_GL, mask=column_GL < V, other=LOWEST).to(tl.float32)
+    z_GL = tl.load(row + column_GL, mask=column_GL < V, other=0.0).to(tl.float32)
+    return tl.where(column_GL < V, z_GL, LOWEST)
 
 
 @triton.jit
