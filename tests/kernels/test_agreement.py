@@ -1,12 +1,17 @@
-"""Draft against teacher over a vocabulary: the definition, and gradients made in the forward pass."""
+"""Draft against teacher over a vocabulary: definition, kernel, and gradients made in the forward pass."""
 
 from typing import Any
 
 import pytest
 import torch
+from kernels.compiling import compile_sm90
 
 from dspark.kernels import agreement
-from dspark.kernels.agreement import Figures, Piece, Slopes, reference
+from dspark.kernels.agreement import Figures, Piece, Slopes, kernel, reference
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a real vocabulary in bf16 needs a GPU")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CEILING = {FP32: 5e-6, FP16: 2e-3, BF16: 2e-2}
 
 
 def random_rows(
@@ -35,8 +40,8 @@ def by_autograd(draft_PV: torch.Tensor, teacher_MV: torch.Tensor, rows_P: torch.
     return Figures(*labels, divergence_P, torch.minimum(p_PV.exp(), q_PV.exp()).sum(1), torch.zeros_like(divergence_P))
 
 
-def far(actual: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((actual.double() - truth).norm() / truth.norm().clamp(min=1e-2))
+def far(actual: torch.Tensor, truth: torch.Tensor, floor: float = 1e-2) -> float:
+    return float((actual.double() - truth).norm() / truth.norm().clamp(min=floor))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 257])
@@ -72,20 +77,95 @@ def test_every_slope_is_a_finite_difference(figure: int) -> None:
         assert float(found_PV.reshape(-1)[index]) == pytest.approx(difference, rel=1e-5, abs=1e-8)
 
 
-def test_agreement_is_of_the_teachers_first_most_likely_token() -> None:
-    draft_PV = torch.tensor([[1.0, 3, 3, 0], [3, 1, 3, 0], [0, 1, 2, 3]])
-    teacher_MV = torch.tensor([[0.0, 5, 5, 1], [5, 5, 0, 1]])
-    figures, _ = reference.compare(draft_PV, teacher_MV, torch.tensor([0, 0, 1]), torch.tensor([0, 0, 0]))
-    assert figures.agrees_P.tolist() == [1, 0, 0]
+def check(draft_PV: torch.Tensor, teacher_MV: torch.Tensor, rows_P: torch.Tensor, labels_P: torch.Tensor) -> None:
+    """Kernel: about as near to the float64 definition as torch in float32, and under the ceiling."""
+    dtype, slopes = draft_PV.dtype, random_slopes(len(draft_PV), draft_PV.device, FP32)
+    exact, kept = reference.compare(draft_PV.double(), teacher_MV.double(), rows_P, labels_P)
+    exact_PV = reference.gradient(kept, Slopes(*(x.double() for x in slopes)))
+    theirs, kept = reference.compare(draft_PV, teacher_MV, rows_P, labels_P)
+    theirs_PV = reference.gradient(kept, slopes).to(dtype)
+    found, kept = kernel.compare(draft_PV, teacher_MV, rows_P, labels_P)
+    found_PV = kernel.gradient(kept, slopes)
+    assert found_PV.data_ptr() == draft_PV.data_ptr()
+    assert found_PV.dtype == dtype
+    for name, ours, torchs, right in zip(Figures._fields, found, theirs, exact, strict=True):
+        assert ours.dtype == FP32
+        if name == "agrees_P":
+            assert torch.equal(ours.double(), right)
+        else:
+            allowed = min(max(1.5 * far(torchs, right, floor=1.0), 1e-6), CEILING[FP32])
+            assert far(ours, right, floor=1.0) <= allowed, name
+    slack = 1.5 if draft_PV.is_cuda or dtype != BF16 else 3.0  # the interpreter cuts bfloat16 off where a GPU rounds
+    assert far(found_PV, exact_PV) <= min(max(slack * far(theirs_PV, exact_PV), 1e-6), CEILING[dtype])
 
 
-def test_equal_laws_have_no_distance_and_ties_no_slope() -> None:
-    draft_PV, _, _, labels_P = random_rows(4, 100, torch.device("cpu"), torch.float32)
-    figures, kept = reference.compare(draft_PV, draft_PV, torch.arange(4), labels_P)
-    torch.testing.assert_close(figures.acceptance_P, torch.ones(4))
-    torch.testing.assert_close(figures.divergence_P, torch.zeros(4), atol=1e-6, rtol=0)
-    assert figures.agrees_P.all()
-    assert reference.gradient(kept, Slopes(torch.zeros(4), torch.zeros(4), torch.ones(4))).abs().max() < 1e-6
+@pytest.mark.parametrize("spread", [0.1, 2.0, 30.0])
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 256, 257, 5000])
+def test_the_kernel_is_the_definition(
+    vocab_size: int, spread: float, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LANES", 64)
+    check(*random_rows(5, vocab_size, kernel_device, FP32, spread))
+
+
+@pytest.mark.parametrize(("draft", "teacher"), [(BF16, FP32), (FP32, BF16), (BF16, BF16), (FP16, FP32)])
+def test_the_kernel_takes_each_side_in_its_own_dtype(
+    draft: torch.dtype, teacher: torch.dtype, kernel_device: torch.device
+) -> None:
+    draft_PV, teacher_MV, rows_P, labels_P = random_rows(16, 300, kernel_device, FP32)
+    check(draft_PV.to(draft), teacher_MV.to(teacher), rows_P, labels_P)
+
+
+@pytest.mark.parametrize("vocab_size", [256, 300])
+def test_labels_and_largest_logits_at_both_ends_are_found(
+    vocab_size: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LANES", 32)
+    draft_PV, teacher_MV, *_ = random_rows(4, vocab_size, kernel_device, FP32)
+    rows_P, ends_P = (torch.tensor(x, device=kernel_device) for x in ([0, 1, 0, 1], [0, vocab_size - 1] * 2))
+    teacher_MV[[0, 1], [0, vocab_size - 1]] = draft_PV[[0, 1, 2], [0, vocab_size - 1, 0]] = 8.0
+    assert kernel.compare(draft_PV, teacher_MV, rows_P, ends_P)[0].agrees_P.tolist() == [1, 1, 1, 0]
+    check(draft_PV, teacher_MV, rows_P, ends_P)
+
+
+def test_agreement_is_of_the_teachers_first_most_likely_token(kernel_device: torch.device) -> None:
+    draft_PV = torch.tensor([[1.0, 3, 3, 0], [3, 1, 3, 0], [0, 1, 2, 3]], device=kernel_device)
+    teacher_MV = torch.tensor([[0.0, 5, 5, 1], [5, 5, 0, 1]], device=kernel_device)
+    rows_P, labels_P = (torch.tensor(x, device=kernel_device) for x in ([0, 0, 1], [0, 0, 0]))
+    for form in (reference, kernel):
+        figures, _ = form.compare(draft_PV, teacher_MV, rows_P, labels_P)
+        assert figures.agrees_P.tolist() == [1, 0, 0]
+
+
+def test_of_equally_likely_tokens_far_apart_the_first_counts(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LANES", 16)  # tiles of 64
+    pairs = [(3, 7), (7, 3 + 64), (5, 64 + 2), (130, 299), (64 + 9, 128 + 2), (2, 16 + 1)]
+    teacher_PV = torch.zeros(len(pairs), 300, device=kernel_device)
+    firsts, lasts = zip(*pairs, strict=True)
+    rows = torch.arange(len(pairs))
+    teacher_PV[rows, firsts] = teacher_PV[rows, lasts] = 4.0
+    rows_P = rows.to(kernel_device)
+    for columns, agrees in ((firsts, 1.0), (lasts, 0.0)):
+        draft_PV = torch.zeros_like(teacher_PV)
+        draft_PV[rows, columns] = torch.nextafter(torch.tensor(1.7), torch.tensor(2.0)).item()
+        draft_PV[rows, lasts if agrees else firsts] = 1.7  # the next smaller number
+        for form in (reference, kernel):
+            figures, _ = form.compare(draft_PV, teacher_PV, rows_P, rows_P)
+            assert figures.agrees_P.tolist() == [agrees] * len(pairs)
+
+
+def test_equal_laws_have_no_distance_and_ties_no_slope(kernel_device: torch.device) -> None:
+    draft_PV, _, _, labels_P = random_rows(4, 100, kernel_device, FP32)
+    rows_P = torch.arange(4, device=kernel_device)
+    for form in (reference, kernel):
+        figures, kept = form.compare(draft_PV.clone(), draft_PV, rows_P, labels_P)
+        torch.testing.assert_close(figures.acceptance_P, torch.ones_like(figures.acceptance_P))
+        torch.testing.assert_close(figures.divergence_P, torch.zeros_like(figures.divergence_P), atol=1e-6, rtol=0)
+        assert figures.agrees_P.all()
+        zero_P, one_P = torch.zeros_like(figures[0]), torch.ones_like(figures[0])
+        assert form.gradient(kept, Slopes(zero_P, zero_P, one_P)).abs().max() < 1e-6
 
 
 def weigh(rows: slice, figures: Figures) -> Slopes:
@@ -173,3 +253,56 @@ def test_the_gradient_of_the_markov_table_is_summed_wider_than_its_own_sixteen_b
         pull, _ = agreement.judge(*inputs[:3], inputs[3].requires_grad_(), inputs[4], labels_N, pieces, price)
         found.append(torch.autograd.grad(pull, inputs[3])[0])
     assert far(found[1], found[0]) < 7e-3
+
+
+def test_the_kernels_compile_for_sm90_without_spills() -> None:
+    logits = {"draft": "*bf16", "teacher": "*bf16", "teacher_rows": "*i64", "labels": "*i64", "figures": "*fp32"}
+    shape = {"V": 157184, "GROUP": kernel.GROUP, "LANES": kernel.LANES}
+    slopes = dict.fromkeys(("by_logprob", "by_divergence", "by_acceptance"), "*fp32")
+    kernels: list[dict[str, Any]] = [
+        {"name": name, "signature": logits | more | {"P": "i32"}, "constexprs": shape, "num_warps": kernel.WARPS}
+        for name, more in (("compare_kernel", {}), ("gradient_kernel", slopes))
+    ]
+    for compiled in compile_sm90("dspark.kernels.agreement.kernel", kernels):
+        assert compiled.spill_bytes == 0
+        assert "ld.global.v4" in compiled.ptx
+
+
+@needs_gpu
+@pytest.mark.parametrize("vocab_size", [157184, 100257])
+@pytest.mark.parametrize(("draft", "teacher"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
+def test_gpu_check_at_real_vocabularies(
+    vocab_size: int, draft: torch.dtype, teacher: torch.dtype, kernel_device: torch.device
+) -> None:
+    draft_PV, teacher_MV, rows_P, labels_P = random_rows(300, vocab_size, kernel_device, BF16)
+    check(draft_PV.to(draft), teacher_MV.to(teacher), rows_P, labels_P)
+
+
+@needs_gpu
+def test_gpu_check_of_gradients_made_by_the_kernels() -> None:
+    """Several pieces of 157184 logits, on the GPU in bf16 against the CPU in float32 on the same rounded numbers."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = {
+        "hidden": (300, 64),
+        "mixed": (300, 32),
+        "head": (157184, 64),
+        "markov": (157184, 32),
+        "teacher": (201, 64),
+    }
+    tensors = [(0.5 * torch.randn(*shape, generator=generator)).to(BF16) for shape in shapes.values()]
+    labels_N = torch.randint(157184, (300,), generator=generator)
+    rows_P = torch.arange(100) * 2 // 3
+    cuts = [(slice(n, n + 100), slice(67 * i, 67 * i + 67)) for i, n in enumerate((0, 100, 200))]
+
+    def price(rows: slice, figures: Figures) -> Slopes:
+        return Slopes(-figures.acceptance_P, torch.ones_like(figures[0]), figures.draft_logprobs_P)
+
+    found = []
+    for device, dtype in (("cuda", BF16), ("cpu", FP32)):
+        inputs = [x.to(device, dtype) for x in tensors]
+        leaves = [inputs[i].requires_grad_() for i in (0, 1, 3)]
+        pieces = [Piece(*cut, rows_P.to(device)) for cut in cuts]
+        pull, _ = agreement.judge(*inputs, labels_N.to(device), pieces, price)
+        found.append(torch.autograd.grad(pull, leaves))
+    for ours, right in zip(*found, strict=True):
+        assert far(ours.cpu(), right.double()) < CEILING[BF16]

@@ -65,6 +65,7 @@ class _Judged(torch.autograd.Function):
         by_hidden_ND, by_mixed_NR = torch.empty_like(hidden_ND), torch.empty_like(mixed_NR)
         by_markov_VR = torch.zeros_like(markov_VR, dtype=torch.promote_types(markov_VR.dtype, torch.float32))
         wide = torch.promote_types(work, torch.float32)
+        compare, gradient = _forms(hidden_ND, wide)
         figures_5N = torch.empty(len(Figures._fields), len(hidden_ND), dtype=wide, device=hidden_ND.device)
         with torch.autocast(kind, enabled=False):
             for rows, teachers, teacher_rows_P in pieces:
@@ -72,11 +73,11 @@ class _Judged(torch.autograd.Function):
                 draft_PV = functional.linear(hidden_ND[rows].to(head.dtype), head).to(work)
                 draft_PV.addmm_(mixed_PR, markov.T)
                 teacher_MV = functional.linear(teacher_MD[teachers].to(head_VD.dtype), head_VD)
-                figures, kept = reference.compare(draft_PV, teacher_MV, teacher_rows_P, labels_N[rows])
-                gradient_PV = reference.gradient(kept, price(rows, figures)).to(work)
+                figures, kept = compare(draft_PV, teacher_MV, teacher_rows_P, labels_N[rows])
+                gradient_PV = gradient(kept, price(rows, figures)).to(work)
                 by_hidden_ND[rows] = (gradient_PV.to(head.dtype) @ head).to(by_hidden_ND.dtype)
                 by_mixed_NR[rows] = (gradient_PV @ markov).to(by_mixed_NR.dtype)
-                by_markov_VR += gradient_PV.T @ mixed_PR
+                _add_product(by_markov_VR, gradient_PV, mixed_PR)
                 figures_5N[:, rows] = torch.stack(figures)
                 del draft_PV, teacher_MV, kept, gradient_PV  # before the next piece's are made
         ctx.save_for_backward(by_hidden_ND, by_mixed_NR, by_markov_VR.to(markov_VR.dtype))
@@ -88,3 +89,23 @@ class _Judged(torch.autograd.Function):
     def backward(ctx: Any, pull: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, mixed, markov = (gradient * pull.to(gradient.dtype) for gradient in ctx.saved_tensors)
         return hidden, mixed, None, markov, None, None, None, None
+
+
+def _forms(x: Tensor, wide: torch.dtype) -> tuple[Any, Any]:
+    """The kernels on a GPU, but for float64, which they do not know."""
+    if not x.is_cuda or wide == torch.float64:
+        return reference.compare, reference.gradient
+    from dspark.kernels.agreement import kernel  # Triton, which a CPU may lack
+
+    return kernel.compare, kernel.gradient
+
+
+def _add_product(sum_VR: Tensor, gradient_PV: Tensor, mixed_PR: Tensor) -> None:
+    """sum_VR += gradient^T mixed. On a GPU the product itself adds, and what it adds is not rounded to sixteen bits.
+
+    Source: pytorch pull request 167931 (2.10): ``addmm``'s summand may have the dtype of its output.
+    """
+    if sum_VR.is_cuda and sum_VR.dtype == torch.float32:
+        torch.addmm(sum_VR, gradient_PV.T, mixed_PR, out_dtype=sum_VR.dtype, out=sum_VR)
+    else:
+        sum_VR += gradient_PV.T @ mixed_PR

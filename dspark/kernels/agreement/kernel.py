@@ -1,0 +1,158 @@
+"""A draft against its teacher in Triton: the vocabulary is read twice, and a third time to put the gradient in place.
+
+compare: a program owns a row and walks both rows' tiles. First forwards, with a maximum and a sum in every lane (an
+exponential for each number and one for each group of GROUP, when the lane's maximum moves); then, both normalisers
+known, backwards, for what needs both laws: the tiles read last may still be in the cache. Lanes are added up at the
+ends only. A log-probability is (logit - maximum) - log(sum), as exact at large logits as at small ones.
+gradient: a program owns a tile of a row and writes over the draft's logits.
+A lane past the vocabulary reads LOWEST, whose exponential is zero.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dspark.kernels.agreement.reference import Figures, Slopes
+
+GROUP, LANES, WARPS = 4, 1024, 4
+"""A tile is GROUP x LANES numbers; a thread holds GROUP times 8, 16 bytes a load."""
+NUM_FIGURES = 10
+"""``Figures``, then what ``gradient`` needs of a row: inner, and of draft and teacher the maximum and log2(sum)."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _tile(row, start, V: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Logits of a tile of a row; a whole tile lies inside the vocabulary."""
+    column_GL = start + tl.arange(0, GROUP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    if IS_WHOLE:
+        return tl.load(row + column_GL).to(tl.float32)
+    z_GL = tl.load(row + column_GL, mask=column_GL < V, other=0.0).to(tl.float32)
+    return tl.where(column_GL < V, z_GL, LOWEST)
+
+
+@triton.jit
+def _summed(z_GL, most_L, sum_L):
+    """A lane's maximum and its sum of exp(logit - maximum), one tile further."""
+    now_L = tl.maximum(most_L, tl.max(z_GL, 0))
+    sum_L = sum_L * tl.exp2((most_L - now_L) * LOG2_E) + tl.sum(tl.exp2((z_GL - now_L[None, :]) * LOG2_E), 0)
+    return now_L, sum_L
+
+
+@triton.jit
+def _joined(most_L, sum_L):
+    """Maximum and log2(sum) over all lanes."""
+    most = tl.max(most_L, 0)
+    return most, tl.log2(tl.sum(sum_L * tl.exp2((most_L - most) * LOG2_E), 0))
+
+
+@triton.jit
+def _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L):
+    """Sums of p log2(p / q), min(p, q) and q sign(p - q), one tile further."""
+    log_q_GL, log_p_GL = (zq_GL - most_q) * LOG2_E - log_q, (zp_GL - most_p) * LOG2_E - log_p
+    q_GL, p_GL = tl.exp2(log_q_GL), tl.exp2(log_p_GL)
+    gap_L += tl.sum(p_GL * (log_p_GL - log_q_GL), 0)
+    least_L += tl.sum(tl.minimum(p_GL, q_GL), 0)
+    inner_L += tl.sum(tl.where(p_GL > q_GL, q_GL, tl.where(p_GL < q_GL, -q_GL, 0.0)), 0)
+    return gap_L, least_L, inner_L
+
+
+@triton.jit
+def compare_kernel(
+    draft, teacher, teacher_rows, labels, figures, P, V: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr
+):
+    """One row: NUM_FIGURES numbers, each in a row of its own of ``figures``."""
+    TILE: tl.constexpr = GROUP * LANES
+    WHOLE: tl.constexpr = V // TILE * TILE
+    row = tl.program_id(0).to(tl.int64)
+    draft, teacher = draft + row * V, teacher + tl.load(teacher_rows + row).to(tl.int64) * V
+    low_L, zero_L = tl.full((LANES,), LOWEST, tl.float32), tl.zeros((LANES,), tl.float32)
+    most_q_L, most_p_L, sum_q_L, sum_p_L, first_L = low_L, low_L, zero_L, zero_L, tl.zeros((LANES,), tl.int32)
+    for start in range(0, WHOLE, TILE):
+        zq_GL = _tile(draft, start, V, GROUP, LANES, True)
+        zp_GL = _tile(teacher, start, V, GROUP, LANES, True)
+        before_L = most_p_L
+        most_q_L, sum_q_L = _summed(zq_GL, most_q_L, sum_q_L)
+        most_p_L, sum_p_L = _summed(zp_GL, most_p_L, sum_p_L)
+        first_L = tl.where(most_p_L > before_L, start, first_L)
+    if WHOLE < V:
+        before_L = most_p_L
+        most_q_L, sum_q_L = _summed(_tile(draft, WHOLE, V, GROUP, LANES, False), most_q_L, sum_q_L)
+        most_p_L, sum_p_L = _summed(_tile(teacher, WHOLE, V, GROUP, LANES, False), most_p_L, sum_p_L)
+        first_L = tl.where(most_p_L > before_L, WHOLE, first_L)
+    most_q, log_q = _joined(most_q_L, sum_q_L)
+    most_p, log_p = _joined(most_p_L, sum_p_L)
+    # The teacher's first most likely token lies in the first tile of those in which a lane met the maximum.
+    top_start = tl.min(tl.where(most_p_L == most_p, first_L, V), 0)
+    gap_L, least_L, inner_L = zero_L, zero_L, zero_L
+    if WHOLE < V:
+        zq_GL = _tile(draft, WHOLE, V, GROUP, LANES, False)
+        zp_GL = _tile(teacher, WHOLE, V, GROUP, LANES, False)
+        gap_L, least_L, inner_L = _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L)
+    for end in range(0, WHOLE, TILE):
+        zq_GL = _tile(draft, WHOLE - TILE - end, V, GROUP, LANES, True)
+        zp_GL = _tile(teacher, WHOLE - TILE - end, V, GROUP, LANES, True)
+        gap_L, least_L, inner_L = _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L)
+    column_GL = top_start + tl.arange(0, GROUP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    zp_GL = _tile(teacher, top_start, V, GROUP, LANES, False)
+    top = tl.min(tl.min(tl.where(zp_GL == most_p, column_GL, V), 0), 0)
+    label = tl.load(labels + row)
+    agrees = tl.load(draft + top).to(tl.float32) == most_q
+    place = figures + row
+    tl.store(place, tl.load(draft + label).to(tl.float32) - most_q - log_q / LOG2_E)
+    tl.store(place + P, tl.load(teacher + label).to(tl.float32) - most_p - log_p / LOG2_E)
+    tl.store(place + 2 * P, tl.sum(gap_L, 0) / LOG2_E)
+    tl.store(place + 3 * P, tl.sum(least_L, 0))
+    tl.store(place + 4 * P, agrees.to(tl.float32))
+    tl.store(place + 5 * P, tl.sum(inner_L, 0))
+    tl.store(place + 6 * P, most_q)
+    tl.store(place + 7 * P, log_q)
+    tl.store(place + 8 * P, most_p)
+    tl.store(place + 9 * P, log_p)
+
+
+@triton.jit
+def gradient_kernel(
+    draft, teacher, teacher_rows, labels, figures, by_logprob, by_divergence, by_acceptance, P, V: tl.constexpr,
+    GROUP: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """A tile of a row, in place of the draft's logits."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * (GROUP * LANES)
+    draft, teacher = draft + row * V, teacher + tl.load(teacher_rows + row).to(tl.int64) * V
+    place = figures + row
+    inner, most_q, log_q = tl.load(place + 5 * P), tl.load(place + 6 * P), tl.load(place + 7 * P)
+    most_p, log_p, label = tl.load(place + 8 * P), tl.load(place + 9 * P), tl.load(labels + row)
+    logprob, divergence = tl.load(by_logprob + row), tl.load(by_divergence + row)
+    half = tl.load(by_acceptance + row) / 2
+    level = divergence - logprob - half * inner
+    zq_GL = _tile(draft, start, V, GROUP, LANES, V % (GROUP * LANES) == 0)
+    zp_GL = _tile(teacher, start, V, GROUP, LANES, V % (GROUP * LANES) == 0)
+    q_GL, p_GL = tl.exp2((zq_GL - most_q) * LOG2_E - log_q), tl.exp2((zp_GL - most_p) * LOG2_E - log_p)
+    factor_GL = tl.where(p_GL > q_GL, level + half, tl.where(p_GL < q_GL, level - half, level))
+    column_GL = start + tl.arange(0, GROUP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    slope_GL = q_GL * factor_GL - p_GL * divergence + tl.where(column_GL == label, logprob, 0.0)
+    tl.store(draft + column_GL, slope_GL.to(draft.dtype.element_ty), mask=column_GL < V)
+
+
+def compare(
+    draft_PV: torch.Tensor, teacher_MV: torch.Tensor, teacher_rows_P: torch.Tensor, labels_P: torch.Tensor
+) -> tuple[Figures, Any]:
+    """``reference.compare`` of logits in float32 or sixteen bits, each of the two in its own dtype; contiguous."""
+    num_rows, vocab_size = draft_PV.shape
+    figures = torch.empty(NUM_FIGURES, num_rows, dtype=torch.float32, device=draft_PV.device)
+    inputs = (draft_PV, teacher_MV, teacher_rows_P, labels_P, figures)
+    compare_kernel[(num_rows,)](*inputs, num_rows, V=vocab_size, GROUP=GROUP, LANES=LANES, num_warps=WARPS)
+    return Figures(*figures[: len(Figures._fields)]), inputs
+
+
+def gradient(kept: Any, slopes: Slopes) -> torch.Tensor:
+    """``reference.gradient``, in the memory and dtype of the draft's logits; slopes float32, contiguous."""
+    draft_PV: torch.Tensor = kept[0]
+    num_rows, vocab_size = draft_PV.shape
+    gradient_kernel[(num_rows, triton.cdiv(vocab_size, GROUP * LANES))](
+        *kept, *slopes, num_rows, V=vocab_size, GROUP=GROUP, LANES=LANES, num_warps=WARPS
+    )
+    return draft_PV
