@@ -1,0 +1,387 @@
+"""A training block's attention in Triton: one launch forward, two backward.
+
+Whatever a row reads, context or slots, is one interval of one tensor of keys: ``starts .. anchors`` of the context and
+``a * K .. (a + 1) * K`` of the slots. So the same step serves both, and tiles need not begin where blocks do.
+
+forward: a program owns a tile of rows of one query head and walks its keys with an online softmax: first the rows' own
+slots, after which every row has a largest score; then, without a mask, the keys that all its rows read; then the rest.
+backward, queries: the same program and the same walk; it owns dQ, and on the way stores what the other launch needs of
+a row, the sum of o * dO. backward, keys: a program owns a tile of keys of one key-value head, context tiles before slot
+tiles, finds by bisection the rows that read each key, an interval too, and walks them for every query head of the
+group; it owns dK and dV.
+Nothing is added in memory, so the gradients are the same bits every time. Scores are recomputed from the logarithm of
+a row's sum of exponents, in base 2. Source: FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspark.kernels import launch
+
+FORWARD = {"rows": 128, "keys": 64, "heads": 8, "num_warps": 8, "num_stages": 3}
+QUERIES = {"rows": 128, "keys": 64, "heads": 8, "num_warps": 8, "num_stages": 2}
+KEYS = {"rows": 64, "keys": 128, "heads": 8, "num_warps": 8, "num_stages": 2}
+"""Tiles for 16 bits and heads of up to 128. ``heads`` walk together: few share L2, many even out the last programs."""
+WIDE = {"rows": 64, "keys": 32, "num_warps": 4, "num_stages": 2}
+FLOAT32 = {"rows": 16, "keys": 16, "num_warps": 4, "num_stages": 1}
+"""What wider heads and float32, which is for tests and small models, change."""
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _place(num_tiles, HEADS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """This program's tile and head: AT_ONCE heads share a tile before the next one comes."""
+    program = tl.program_id(0)
+    share = num_tiles * AT_ONCE
+    return program % share // AT_ONCE, program // share * AT_ONCE + program % AT_ONCE
+
+
+@triton.jit
+def _whole(first, all_first, all_last, SIZE: tl.constexpr):
+    """The whole tiles of ``all_first .. all_last``; where there is none, an empty place at ``first``."""
+    size = (all_last - all_first) // SIZE * SIZE
+    begin = tl.where(size > 0, all_first, first)
+    return begin, begin + tl.maximum(size, 0)
+
+
+@triton.jit
+def _partial(i, first, whole_first, whole_last, last, SIZE: tl.constexpr):
+    """Tile i of what lies before and behind the whole tiles: where it begins and where its side ends."""
+    before = tl.cdiv(whole_first - first, SIZE)
+    at = tl.where(i < before, first + i * SIZE, whole_last + (i - before) * SIZE)
+    return at, tl.where(i < before, whole_first, last)
+
+
+@triton.jit
+def _rows(
+    base, first, last, STRIDE: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, SIZE: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows ``first .. first+SIZE-1`` of a head; of a partial tile those from ``last`` on repeat the last."""
+    n, e = tl.arange(0, SIZE), tl.arange(0, E_PAD)
+    if IS_PARTIAL:
+        n = tl.minimum(n, last - 1 - first)
+    pointers = base + tl.cast(first, tl.int64) * STRIDE + (n[:, None] * STRIDE + e[None, :])
+    return (tl.load(pointers) if E == E_PAD else tl.load(pointers, mask=(e < E)[None, :], other=0.0)).to(DOT)
+
+
+@triton.jit
+def _store(base, tile, first, last, STRIDE: tl.constexpr, E: tl.constexpr):
+    SIZE: tl.constexpr = tile.shape[0]
+    E_PAD: tl.constexpr = tile.shape[1]
+    n, e = tl.arange(0, SIZE), tl.arange(0, E_PAD)
+    pointers = base + tl.cast(first, tl.int64) * STRIDE + (n[:, None] * STRIDE + e[None, :])
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=(first + n < last)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def _attend(
+    sum_ME, most_M, total_M, q_ME, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr,
+    E: tl.constexpr, SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys in the online softmax. A row's largest score must be finite before a masked tile or in it."""
+    E_PAD: tl.constexpr = q_ME.shape[1]
+    k_JE = _rows(keys, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    scores_MJ = tl.dot(q_ME, tl.trans(k_JE), input_precision="ieee")
+    if IS_PARTIAL:
+        j = first + tl.arange(0, SIZE)
+        is_read_MJ = (low_M[:, None] <= j[None, :]) & (j[None, :] < tl.minimum(high_M, last)[:, None])
+        scores_MJ = tl.where(is_read_MJ, scores_MJ, float("-inf"))
+    now_M = tl.maximum(most_M, tl.max(scores_MJ, 1) * scale)
+    shrink_M = tl.exp2(most_M - now_M)
+    p_MJ = tl.exp2(scores_MJ * scale - now_M[:, None])
+    total_M = total_M * shrink_M + tl.sum(p_MJ, 1)
+    v_JE = _rows(values, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    sum_ME = tl.dot(p_MJ.to(DOT), v_JE, sum_ME * shrink_M[:, None], input_precision="ieee")
+    return sum_ME, now_M, total_M
+
+
+@triton.jit
+def _differentiate_q(
+    dq_ME, q_ME, do_ME, lse_M, delta_M, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr,
+    E: tl.constexpr, SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys in dQ, without the factor of the scores."""
+    E_PAD: tl.constexpr = q_ME.shape[1]
+    k_JE = _rows(keys, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    v_JE = _rows(values, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    logs_MJ = tl.dot(q_ME, tl.trans(k_JE), input_precision="ieee") * scale - lse_M[:, None]
+    if IS_PARTIAL:
+        j = first + tl.arange(0, SIZE)
+        is_read_MJ = (low_M[:, None] <= j[None, :]) & (j[None, :] < tl.minimum(high_M, last)[:, None])
+        logs_MJ = tl.where(is_read_MJ, logs_MJ, float("-inf"))
+    p_MJ = tl.exp2(logs_MJ)
+    ds_MJ = p_MJ * (tl.dot(do_ME, tl.trans(v_JE), input_precision="ieee") - delta_M[:, None])
+    return tl.dot(ds_MJ.to(DOT), k_JE, dq_ME, input_precision="ieee")
+
+
+@triton.jit
+def _differentiate_kv(
+    dk_JE, dv_JE, k_JE, v_JE, queries, gradients, lse, delta, low_J, high_J, first, last, scale, STRIDE: tl.constexpr,
+    E: tl.constexpr, SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows in dK, without the factor of the scores, and dV. Keys are the large side of every product."""
+    E_PAD: tl.constexpr = k_JE.shape[1]
+    q_ME = _rows(queries, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    do_ME = _rows(gradients, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    m = first + tl.arange(0, SIZE)
+    row_M = tl.minimum(m, last - 1) if IS_PARTIAL else m
+    logs_JM = tl.dot(k_JE, tl.trans(q_ME), input_precision="ieee") * scale - tl.load(lse + row_M)[None, :]
+    if IS_PARTIAL:
+        is_read_JM = (low_J[:, None] <= m[None, :]) & (m[None, :] < tl.minimum(high_J, last)[:, None])
+        logs_JM = tl.where(is_read_JM, logs_JM, float("-inf"))
+    p_JM = tl.exp2(logs_JM)
+    dv_JE = tl.dot(p_JM.to(DOT), do_ME, dv_JE, input_precision="ieee")
+    ds_JM = p_JM * (tl.dot(v_JE, tl.trans(do_ME), input_precision="ieee") - tl.load(delta + row_M)[None, :])
+    return tl.dot(ds_JM.to(DOT), q_ME, dk_JE, input_precision="ieee"), dv_JE
+
+
+@triton.jit
+def _walk_of_rows(
+    starts, anchors, first, last, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Of a tile of rows: each lane's block and interval of context; the walk, its whole tiles, and the slots read."""
+    block_M = (first + tl.minimum(tl.arange(0, ROWS), last - 1 - first)) // K
+    start_M, anchor_M = tl.load(starts + block_M).to(tl.int32), tl.load(anchors + block_M).to(tl.int32)
+    front, back = first // K, (last - 1) // K
+    context_first, context_last = tl.load(starts + front).to(tl.int32), tl.load(anchors + back).to(tl.int32)
+    whole_first, whole_last = _whole(
+        context_first, tl.load(starts + back).to(tl.int32), tl.load(anchors + front).to(tl.int32), SIZE
+    )
+    return block_M * K, start_M, anchor_M, context_first, whole_first, whole_last, context_last, front * K, back * K + K
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def forward_kernel(
+    o, lse, q, context_k, context_v, k, v, starts, anchors, num_rows, scale, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of ROWS rows, query head), the last tile first: of one document it has the longest walk."""
+    STRIDE: tl.constexpr = HEADS // GROUP * E
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    tile, head = _place(num_tiles, HEADS, AT_ONCE)
+    first = (num_tiles - 1 - tile) * ROWS
+    last = tl.minimum(first + ROWS, num_rows)
+    at = head // GROUP * E
+    slot_M, start_M, anchor_M, context_first, whole_first, whole_last, context_last, own_first, own_last = (
+        _walk_of_rows(starts, anchors, first, last, K, ROWS, SIZE)
+    )
+    q_ME = _rows(q + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
+    sum_ME, total_M = tl.zeros((ROWS, E_PAD), tl.float32), tl.zeros((ROWS,), tl.float32)
+    most_M = tl.full((ROWS,), -1e30, tl.float32)  # finite: a row's own slots may come behind a tile without them
+    for j in tl.range(own_first, own_last, SIZE):
+        sum_ME, most_M, total_M = _attend(
+            sum_ME, most_M, total_M, q_ME, k + at, v + at, slot_M, slot_M + K, j, own_last, scale, STRIDE, E, SIZE,
+            True, DOT,
+        )  # fmt: skip
+    for j in tl.range(whole_first, whole_last, SIZE):
+        sum_ME, most_M, total_M = _attend(
+            sum_ME, most_M, total_M, q_ME, context_k + at, context_v + at, start_M, anchor_M, j, whole_last, scale,
+            STRIDE, E, SIZE, False, DOT,
+        )  # fmt: skip
+    num_partial = tl.cdiv(whole_first - context_first, SIZE) + tl.cdiv(context_last - whole_last, SIZE)
+    for i in tl.range(0, num_partial):
+        j, end = _partial(i, context_first, whole_first, whole_last, context_last, SIZE)
+        sum_ME, most_M, total_M = _attend(
+            sum_ME, most_M, total_M, q_ME, context_k + at, context_v + at, start_M, anchor_M, j, end, scale, STRIDE, E,
+            SIZE, True, DOT,
+        )  # fmt: skip
+    _store(o + head * E, sum_ME / total_M[:, None], first, last, HEADS * E, E)
+    m = first + tl.arange(0, ROWS)
+    tl.store(lse + tl.cast(head, tl.int64) * num_rows + m, most_M + tl.log2(total_M), mask=m < last)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def queries_kernel(
+    dq, delta, o, do, lse, q, context_k, context_v, k, v, starts, anchors, num_rows, scale, out_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of ROWS rows, query head), as forward."""
+    STRIDE: tl.constexpr = HEADS // GROUP * E
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    tile, head = _place(num_tiles, HEADS, AT_ONCE)
+    first = (num_tiles - 1 - tile) * ROWS
+    last = tl.minimum(first + ROWS, num_rows)
+    at, at_row = head // GROUP * E, tl.cast(head, tl.int64) * num_rows
+    slot_M, start_M, anchor_M, context_first, whole_first, whole_last, context_last, own_first, own_last = (
+        _walk_of_rows(starts, anchors, first, last, K, ROWS, SIZE)
+    )
+    m = first + tl.arange(0, ROWS)
+    do_ME = _rows(do + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
+    o_ME = _rows(o + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
+    delta_M = tl.sum(o_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
+    tl.store(delta + at_row + m, delta_M, mask=m < last)
+    lse_M = tl.load(lse + at_row + tl.minimum(m, last - 1))
+    q_ME = _rows(q + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
+    dq_ME = tl.zeros((ROWS, E_PAD), tl.float32)
+    for j in tl.range(own_first, own_last, SIZE):
+        dq_ME = _differentiate_q(
+            dq_ME, q_ME, do_ME, lse_M, delta_M, k + at, v + at, slot_M, slot_M + K, j, own_last, scale, STRIDE, E,
+            SIZE, True, DOT,
+        )  # fmt: skip
+    for j in tl.range(whole_first, whole_last, SIZE):
+        dq_ME = _differentiate_q(
+            dq_ME, q_ME, do_ME, lse_M, delta_M, context_k + at, context_v + at, start_M, anchor_M, j, whole_last,
+            scale, STRIDE, E, SIZE, False, DOT,
+        )  # fmt: skip
+    num_partial = tl.cdiv(whole_first - context_first, SIZE) + tl.cdiv(context_last - whole_last, SIZE)
+    for i in tl.range(0, num_partial):
+        j, end = _partial(i, context_first, whole_first, whole_last, context_last, SIZE)
+        dq_ME = _differentiate_q(
+            dq_ME, q_ME, do_ME, lse_M, delta_M, context_k + at, context_v + at, start_M, anchor_M, j, end, scale,
+            STRIDE, E, SIZE, True, DOT,
+        )  # fmt: skip
+    _store(dq + head * E, dq_ME * out_scale, first, last, HEADS * E, E)
+
+
+@triton.jit
+def _at_most(values, num_values, j):
+    """How many of the numbers, which never fall, are at most each of j: by bisection."""
+    count_J, step = j * 0, 1
+    while step * 2 <= num_values:
+        step *= 2
+    while step > 0:
+        there_J = count_J + step
+        is_there_J = there_J <= num_values
+        value_J = tl.load(values + tl.where(is_there_J, there_J, 1) - 1)
+        count_J = tl.where(is_there_J & (value_J <= j), there_J, count_J)
+        step //= 2
+    return count_J
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def keys_kernel(
+    dcontext_k, dcontext_v, dk, dv, q, do, lse, delta, context_k, context_v, k, v, starts, anchors, num_tokens,
+    num_rows, scale, out_scale, HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of SIZE keys, key-value head): first the context's, of which early ones have the most readers."""
+    STRIDE: tl.constexpr = HEADS // GROUP * E
+    num_context = tl.cdiv(num_tokens, SIZE)
+    tile, kv_head = _place(num_context + tl.cdiv(num_rows, SIZE), HEADS // GROUP, AT_ONCE)
+    if tile < num_context:
+        keys, values, to_k, to_v = context_k, context_v, dcontext_k, dcontext_v
+        first = tile * SIZE
+        last = tl.minimum(first + SIZE, num_tokens)
+        j = tl.minimum(first + tl.arange(0, SIZE), last - 1)
+        low_J = _at_most(anchors, num_rows // K, j) * K
+        high_J = _at_most(starts, num_rows // K, j) * K
+    else:
+        keys, values, to_k, to_v = k, v, dk, dv
+        first = (tile - num_context) * SIZE
+        last = tl.minimum(first + SIZE, num_rows)
+        low_J = tl.minimum(first + tl.arange(0, SIZE), last - 1) // K * K
+        high_J = low_J + K
+    some_first, some_last = tl.min(low_J, 0), tl.max(high_J, 0)
+    whole_first, whole_last = _whole(some_first, tl.max(low_J, 0), tl.min(high_J, 0), ROWS)
+    num_partial = tl.cdiv(whole_first - some_first, ROWS) + tl.cdiv(some_last - whole_last, ROWS)
+    k_JE = _rows(keys + kv_head * E, first, last, STRIDE, E, E_PAD, SIZE, True, DOT)
+    v_JE = _rows(values + kv_head * E, first, last, STRIDE, E, E_PAD, SIZE, True, DOT)
+    dk_JE, dv_JE = tl.zeros((SIZE, E_PAD), tl.float32), tl.zeros((SIZE, E_PAD), tl.float32)
+    for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+        at_row = tl.cast(head, tl.int64) * num_rows
+        for m in tl.range(whole_first, whole_last, ROWS):
+            dk_JE, dv_JE = _differentiate_kv(
+                dk_JE, dv_JE, k_JE, v_JE, q + head * E, do + head * E, lse + at_row, delta + at_row, low_J, high_J,
+                m, whole_last, scale, HEADS * E, E, ROWS, False, DOT,
+            )  # fmt: skip
+        for i in tl.range(0, num_partial):
+            m, end = _partial(i, some_first, whole_first, whole_last, some_last, ROWS)
+            dk_JE, dv_JE = _differentiate_kv(
+                dk_JE, dv_JE, k_JE, v_JE, q + head * E, do + head * E, lse + at_row, delta + at_row, low_J, high_J,
+                m, end, scale, HEADS * E, E, ROWS, True, DOT,
+            )  # fmt: skip
+    _store(to_k + kv_head * E, dk_JE * out_scale, first, last, STRIDE, E)
+    _store(to_v + kv_head * E, dv_JE, first, last, STRIDE, E)
+
+
+def _launch(table: dict[str, int], q_NHE: Tensor, k_NGE: Tensor, num_blocks: int, heads: int) -> dict[str, Any]:
+    """The constants of a launch whose programs each own one of ``heads``."""
+    num_rows, num_heads, width = q_NHE.shape
+    padded = max(16, triton.next_power_of_2(width))
+    change = FLOAT32 if q_NHE.dtype == torch.float32 else WIDE if padded > 128 else {}
+    table = table | change
+    return {
+        "HEADS": num_heads, "GROUP": num_heads // k_NGE.shape[1], "E": width, "E_PAD": padded,
+        "K": num_rows // num_blocks, "ROWS": table["rows"], "SIZE": table["keys"],
+        "AT_ONCE": math.gcd(heads, table["heads"]), "DOT": launch.dot_dtype(q_NHE.dtype),
+        "num_warps": table["num_warps"], "num_stages": table["num_stages"],
+    }  # fmt: skip
+
+
+@torch.library.custom_op("dspark::anchor_attention", mutates_args=())
+def attend(
+    q_NHE: Tensor, context_k_TGE: Tensor, context_v_TGE: Tensor, k_NGE: Tensor, v_NGE: Tensor, starts_A: Tensor,
+    anchors_A: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o_NHE and lse_HN float32, the base-2 logarithm of every row's sum of exponents. Copies what is not contiguous."""
+    floats = [x.contiguous() for x in (q_NHE, context_k_TGE, context_v_TGE, k_NGE, v_NGE)]
+    num_rows, num_heads, width = q_NHE.shape
+    o_NHE, lse_HN = torch.empty_like(floats[0]), q_NHE.new_empty(num_heads, num_rows, dtype=torch.float32)
+    options = _launch(FORWARD, q_NHE, k_NGE, len(starts_A), num_heads)
+    forward_kernel[(triton.cdiv(num_rows, options["ROWS"]) * num_heads,)](
+        o_NHE, lse_HN, *floats, starts_A, anchors_A, num_rows, width**-0.5 * LOG2_E, **options
+    )
+    return o_NHE, lse_HN
+
+
+@attend.register_fake
+def _(q_NHE, context_k_TGE, context_v_TGE, k_NGE, v_NGE, starts_A, anchors_A):
+    num_rows, num_heads, _ = q_NHE.shape
+    return q_NHE.new_empty(q_NHE.shape), q_NHE.new_empty(num_heads, num_rows, dtype=torch.float32)
+
+
+@torch.library.custom_op("dspark::anchor_attention_backward", mutates_args=())
+def differentiate(
+    do_NHE: Tensor, o_NHE: Tensor, lse_HN: Tensor, q_NHE: Tensor, context_k_TGE: Tensor, context_v_TGE: Tensor,
+    k_NGE: Tensor, v_NGE: Tensor, starts_A: Tensor, anchors_A: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of the five float tensors: of the queries, the context's keys and values, the slots'."""
+    do_NHE, floats = do_NHE.contiguous(), [x.contiguous() for x in (q_NHE, context_k_TGE, context_v_TGE, k_NGE, v_NGE)]
+    (num_rows, num_heads, width), (num_tokens, num_kv_heads, _) = q_NHE.shape, context_k_TGE.shape
+    dq_NHE, *dkv = (torch.empty_like(x) for x in floats)
+    delta_HN, scale = torch.empty_like(lse_HN), width**-0.5
+    options = _launch(QUERIES, q_NHE, k_NGE, len(starts_A), num_heads)
+    queries_kernel[(triton.cdiv(num_rows, options["ROWS"]) * num_heads,)](
+        dq_NHE, delta_HN, o_NHE, do_NHE, lse_HN, *floats, starts_A, anchors_A, num_rows, scale * LOG2_E, scale,
+        **options,
+    )  # fmt: skip
+    options = _launch(KEYS, q_NHE, k_NGE, len(starts_A), num_kv_heads)
+    num_tiles = triton.cdiv(num_tokens, options["SIZE"]) + triton.cdiv(num_rows, options["SIZE"])
+    keys_kernel[(num_tiles * num_kv_heads,)](
+        *dkv, floats[0], do_NHE, lse_HN, delta_HN, *floats[1:], starts_A, anchors_A, num_tokens, num_rows,
+        scale * LOG2_E, scale, **options,
+    )  # fmt: skip
+    return dq_NHE, dkv[0], dkv[1], dkv[2], dkv[3]
+
+
+@differentiate.register_fake
+def _(do_NHE, o_NHE, lse_HN, q_NHE, context_k_TGE, context_v_TGE, k_NGE, v_NGE, starts_A, anchors_A):
+    return tuple(x.new_empty(x.shape) for x in (q_NHE, context_k_TGE, context_v_TGE, k_NGE, v_NGE))
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output, *inputs)
+    ctx.set_materialize_grads(False)  # no zeros for the logarithms, which nobody sees
+
+
+def _backward(ctx, do_NHE, _):
+    return (*differentiate(do_NHE, *ctx.saved_tensors), None, None)
+
+
+attend.register_autograd(_backward, setup_context=_save)
+
+
+def anchor_attention(
+    q_NHE: Tensor, context_k_TGE: Tensor, context_v_TGE: Tensor, k_NGE: Tensor, v_NGE: Tensor, starts_A: Tensor,
+    anchors_A: Tensor,
+) -> Tensor:  # fmt: skip
+    """See ``dspark.kernels.anchor_attention``; at least one block."""
+    return attend(q_NHE, context_k_TGE, context_v_TGE, k_NGE, v_NGE, starts_A, anchors_A)[0]
