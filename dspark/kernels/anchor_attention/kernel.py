@@ -42,11 +42,9 @@ def _place(num_tiles, HEADS: tl.constexpr, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def _whole(first, all_first, all_last, SIZE: tl.constexpr):
-    """The whole tiles of ``all_first .. all_last``; where there is none, an empty place at ``first``."""
-    size = (all_last - all_first) // SIZE * SIZE
-    begin = tl.where(size > 0, all_first, first)
-    return begin, begin + tl.maximum(size, 0)
+def _end_of_whole(all_first, all_last, SIZE: tl.constexpr):
+    """Where the whole tiles of what is read by all end; the beginning where there is none."""
+    return all_first + tl.maximum(all_last - all_first, 0) // SIZE * SIZE
 
 
 @triton.jit
@@ -150,9 +148,8 @@ def _walk_of_rows(
     start_M, anchor_M = tl.load(starts + block_M).to(tl.int32), tl.load(anchors + block_M).to(tl.int32)
     front, back = first // K, (last - 1) // K
     context_first, context_last = tl.load(starts + front).to(tl.int32), tl.load(anchors + back).to(tl.int32)
-    whole_first, whole_last = _whole(
-        context_first, tl.load(starts + back).to(tl.int32), tl.load(anchors + front).to(tl.int32), SIZE
-    )
+    whole_first = tl.load(starts + back).to(tl.int32)
+    whole_last = _end_of_whole(whole_first, tl.load(anchors + front).to(tl.int32), SIZE)
     return block_M * K, start_M, anchor_M, context_first, whole_first, whole_last, context_last, front * K, back * K + K
 
 
@@ -279,8 +276,8 @@ def keys_kernel(
         last = tl.minimum(first + SIZE, num_rows)
         low_J = tl.minimum(first + tl.arange(0, SIZE), last - 1) // K * K
         high_J = low_J + K
-    some_first, some_last = tl.min(low_J, 0), tl.max(high_J, 0)
-    whole_first, whole_last = _whole(some_first, tl.max(low_J, 0), tl.min(high_J, 0), ROWS)
+    some_first, some_last, whole_first = tl.min(low_J, 0), tl.max(high_J, 0), tl.max(low_J, 0)
+    whole_last = _end_of_whole(whole_first, tl.min(high_J, 0), ROWS)
     num_partial = tl.cdiv(whole_first - some_first, ROWS) + tl.cdiv(some_last - whole_last, ROWS)
     k_JE = _rows(keys + kv_head * E, first, last, STRIDE, E, E_PAD, SIZE, True, DOT)
     v_JE = _rows(values + kv_head * E, first, last, STRIDE, E, E_PAD, SIZE, True, DOT)
