@@ -27,7 +27,7 @@ FORWARD = {"rows": 128, "keys": 64, "heads": 8, "num_warps": 8, "num_stages": 3}
 QUERIES = {"rows": 128, "keys": 64, "heads": 8, "num_warps": 8, "num_stages": 2}
 KEYS = {"rows": 64, "keys": 128, "heads": 8, "num_warps": 8, "num_stages": 2}
 """Tiles for 16 bits and heads of up to 128. ``heads`` walk together: few share L2, many even out the last programs."""
-WIDE = {"rows": 64, "keys": 32, "num_warps": 4, "num_stages": 2}
+WIDE = {"rows": 64, "keys": 64, "num_warps": 8, "num_stages": 2}
 FLOAT32 = {"rows": 16, "keys": 16, "num_warps": 4, "num_stages": 1}
 """What wider heads and float32, which is for tests and small models, change."""
 LOG2_E = 1.4426950408889634
@@ -42,11 +42,9 @@ def _place(num_tiles, HEADS: tl.constexpr, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def _whole(first, all_first, all_last, SIZE: tl.constexpr):
-    """The whole tiles of ``all_first .. all_last``; where there is none, an empty place at ``first``."""
-    size = (all_last - all_first) // SIZE * SIZE
-    begin = tl.where(size > 0, all_first, first)
-    return begin, begin + tl.maximum(size, 0)
+def _end_of_whole(all_first, all_last, SIZE: tl.constexpr):
+    """Where the whole tiles of what is read by all end; the beginning where there is none."""
+    return all_first + tl.maximum(all_last - all_first, 0) // SIZE * SIZE
 
 
 @triton.jit
@@ -136,8 +134,8 @@ def _differentiate_kv(
         is_read_JM = (low_J[:, None] <= m[None, :]) & (m[None, :] < tl.minimum(high_J, last)[:, None])
         logs_JM = tl.where(is_read_JM, logs_JM, float("-inf"))
     p_JM = tl.exp2(logs_JM)
-    dv_JE = tl.dot(p_JM.to(DOT), do_ME, dv_JE, input_precision="ieee")
     ds_JM = p_JM * (tl.dot(v_JE, tl.trans(do_ME), input_precision="ieee") - tl.load(delta + row_M)[None, :])
+    dv_JE = tl.dot(p_JM.to(DOT), do_ME, dv_JE, input_precision="ieee")
     return tl.dot(ds_JM.to(DOT), q_ME, dk_JE, input_precision="ieee"), dv_JE
 
 
@@ -150,9 +148,8 @@ def _walk_of_rows(
     start_M, anchor_M = tl.load(starts + block_M).to(tl.int32), tl.load(anchors + block_M).to(tl.int32)
     front, back = first // K, (last - 1) // K
     context_first, context_last = tl.load(starts + front).to(tl.int32), tl.load(anchors + back).to(tl.int32)
-    whole_first, whole_last = _whole(
-        context_first, tl.load(starts + back).to(tl.int32), tl.load(anchors + front).to(tl.int32), SIZE
-    )
+    whole_first = tl.load(starts + back).to(tl.int32)
+    whole_last = _end_of_whole(whole_first, tl.load(anchors + front).to(tl.int32), SIZE)
     return block_M * K, start_M, anchor_M, context_first, whole_first, whole_last, context_last, front * K, back * K + K
 
 
@@ -194,7 +191,7 @@ def forward_kernel(
         )  # fmt: skip
     _store(o + head * E, sum_ME / total_M[:, None], first, last, HEADS * E, E)
     m = first + tl.arange(0, ROWS)
-    tl.store(lse + tl.cast(head, tl.int64) * num_rows + m, most_M + tl.log2(total_M), mask=m < last)
+    tl.store(lse + head * num_rows + m, most_M + tl.log2(total_M), mask=m < last)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -209,7 +206,7 @@ def queries_kernel(
     tile, head = _place(num_tiles, HEADS, AT_ONCE)
     first = (num_tiles - 1 - tile) * ROWS
     last = tl.minimum(first + ROWS, num_rows)
-    at, at_row = head // GROUP * E, tl.cast(head, tl.int64) * num_rows
+    at, at_row = head // GROUP * E, head * num_rows
     slot_M, start_M, anchor_M, context_first, whole_first, whole_last, context_last, own_first, own_last = (
         _walk_of_rows(starts, anchors, first, last, K, ROWS, SIZE)
     )
@@ -279,25 +276,29 @@ def keys_kernel(
         last = tl.minimum(first + SIZE, num_rows)
         low_J = tl.minimum(first + tl.arange(0, SIZE), last - 1) // K * K
         high_J = low_J + K
-    some_first, some_last = tl.min(low_J, 0), tl.max(high_J, 0)
-    whole_first, whole_last = _whole(some_first, tl.max(low_J, 0), tl.min(high_J, 0), ROWS)
+    some_first, some_last, whole_first = tl.min(low_J, 0), tl.max(high_J, 0), tl.max(low_J, 0)
+    whole_last = _end_of_whole(whole_first, tl.min(high_J, 0), ROWS)
     num_partial = tl.cdiv(whole_first - some_first, ROWS) + tl.cdiv(some_last - whole_last, ROWS)
     k_JE = _rows(keys + kv_head * E, first, last, STRIDE, E, E_PAD, SIZE, True, DOT)
     v_JE = _rows(values + kv_head * E, first, last, STRIDE, E, E_PAD, SIZE, True, DOT)
     dk_JE, dv_JE = tl.zeros((SIZE, E_PAD), tl.float32), tl.zeros((SIZE, E_PAD), tl.float32)
-    for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        at_row = tl.cast(head, tl.int64) * num_rows
-        for m in tl.range(whole_first, whole_last, ROWS):
-            dk_JE, dv_JE = _differentiate_kv(
-                dk_JE, dv_JE, k_JE, v_JE, q + head * E, do + head * E, lse + at_row, delta + at_row, low_J, high_J,
-                m, whole_last, scale, HEADS * E, E, ROWS, False, DOT,
-            )  # fmt: skip
-        for i in tl.range(0, num_partial):
-            m, end = _partial(i, some_first, whole_first, whole_last, some_last, ROWS)
-            dk_JE, dv_JE = _differentiate_kv(
-                dk_JE, dv_JE, k_JE, v_JE, q + head * E, do + head * E, lse + at_row, delta + at_row, low_J, high_J,
-                m, end, scale, HEADS * E, E, ROWS, True, DOT,
-            )  # fmt: skip
+    num_whole = (whole_last - whole_first) // ROWS
+    divide_whole, divide_partial = tl.maximum(num_whole, 1), tl.maximum(num_partial, 1)  # a prologue may divide by them
+    for i in tl.range(0, num_whole * GROUP):
+        head, m = kv_head * GROUP + i // divide_whole, whole_first + i % divide_whole * ROWS
+        at_row = head * num_rows
+        dk_JE, dv_JE = _differentiate_kv(
+            dk_JE, dv_JE, k_JE, v_JE, q + head * E, do + head * E, lse + at_row, delta + at_row, low_J, high_J, m,
+            whole_last, scale, HEADS * E, E, ROWS, False, DOT,
+        )  # fmt: skip
+    for i in tl.range(0, num_partial * GROUP):
+        head = kv_head * GROUP + i // divide_partial
+        at_row = head * num_rows
+        m, end = _partial(i % divide_partial, some_first, whole_first, whole_last, some_last, ROWS)
+        dk_JE, dv_JE = _differentiate_kv(
+            dk_JE, dv_JE, k_JE, v_JE, q + head * E, do + head * E, lse + at_row, delta + at_row, low_J, high_J, m,
+            end, scale, HEADS * E, E, ROWS, True, DOT,
+        )  # fmt: skip
     _store(to_k + kv_head * E, dk_JE * out_scale, first, last, STRIDE, E)
     _store(to_v + kv_head * E, dv_JE, first, last, STRIDE, E)
 
