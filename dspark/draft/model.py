@@ -130,17 +130,25 @@ class DraftModel(nn.Module):
         block_size = self.config.block_size
         positions_BAK = slot_positions(anchors_BA, block_size)
         previous_ids_BAK = gather_positions(ids_BT, positions_BAK)
-        memories = [_after(keys, values) for keys, values in self.context_keys_values(taps_BTLD, start=0)]
+        context_BTD, rotary = self.context(taps_BTLD), self.rotary(torch.arange(ids_BT.shape[1], device=ids_BT.device)[None])
+        memories = [context_memory(cast(DraftLayer, layer), context_BTD, rotary) for layer in self.layers]
         visible_B1NT = block_visibility(anchors_BA, keep_BA, ids_BT.shape[1], block_size)
         hidden_BAKD = self.blocks(previous_ids_BAK[..., 0], positions_BAK, memories, visible_B1NT)
         embedded_BAKR = self.markov_head.embed(previous_ids_BAK)
         mixed_BAKR = self.markov_head(embedded_BAKR, hidden_BAKD)
         confidence = None if self.confidence_head is None else self.confidence_head(hidden_BAKD, embedded_BAKR)
-        return DraftOutput(hidden_BAKD, mixed_BAKR, self.markov_head.markov_w2.weight, confidence)
+        # A view, for FSDP2 puts a hook on every tensor that is returned, and on the weight itself they would pile up.
+        markov_VR = self.markov_head.markov_w2.weight
+        return DraftOutput(hidden_BAKD, mixed_BAKR, markov_VR.view_as(markov_VR), confidence)
 
 
-def _after(context_keys_BHTE: Tensor, context_values_BHTE: Tensor) -> Memory:
+def context_memory(layer: DraftLayer, context_BTD: Tensor, rotary: Rotary) -> Memory:
+    """What a layer's blocks read. The context's keys and values are made when the layer runs: under FSDP2 its weights are
+    whole only then.
+    """
+
     def memory(keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
+        context_keys_BHTE, context_values_BHTE = layer.self_attn.keys_values(context_BTD, rotary)
         return torch.cat([context_keys_BHTE, keys_BHNE], 2), torch.cat([context_values_BHTE, values_BHNE], 2)
 
     return memory

@@ -2,6 +2,7 @@
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType, convert_outputs_to_fp32
 from torch import Tensor
 
 from dspark.config import DraftConfig, ObjectiveSection, RunConfig, TrainSection
@@ -71,6 +72,9 @@ def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Lear
         raise ConfigError(f"{source}: {name} is {there} there and {here} in the run")
     draft.train().requires_grad_(True)
     draft.activation_checkpointing = run.train.activation_checkpointing
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # As accelerate does in every other way; its FSDP2 would round residuals, norms and gradients to bfloat16 instead.
+        draft.forward = convert_outputs_to_fp32(accelerator.autocast()(draft.forward))  # type: ignore[method-assign]
     wrapped, optimizer = accelerator.prepare(draft, build_optimizer(draft, run.train))
     if run.train.ema_decay:
         inner = optimizer.optimizer

@@ -56,11 +56,10 @@ def _see_other_blocks(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
 
 
 def _normalise_context_again(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
-    def keys_values(draft: DraftModel, taps_BTLD: Tensor, start: int) -> list[Any]:
-        context_BTD, rotary = draft.context(taps_BTLD), draft.rotary(torch.arange(taps_BTLD.shape[1])[None])
-        return [layer.self_attn.keys_values(layer.input_layernorm(context_BTD), rotary) for layer in draft.layers]
-
-    patch.setattr(DraftModel, "context_keys_values", keys_values)
+    memory = model.context_memory
+    patch.setattr(
+        model, "context_memory", lambda layer, context, rotary: memory(layer, layer.input_layernorm(context), rotary)
+    )
 
 
 def _positions_one_early(case: GoldenCase, patch: pytest.MonkeyPatch) -> None:
