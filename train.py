@@ -30,7 +30,14 @@ from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
 from dspark.train.batches import Share, read_windows
 from dspark.train.checkpoint import Progress as TrainingProgress
-from dspark.train.checkpoint import checkpoints, gather_state, load_checkpoint, save_checkpoint, use_average, whole_draft
+from dspark.train.checkpoint import (
+    checkpoints,
+    gather_state,
+    load_checkpoint,
+    save_checkpoint,
+    use_average,
+    whole_draft,
+)
 from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_after, start_trackers
 from dspark.train.optimizer import learning_rate
 from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder

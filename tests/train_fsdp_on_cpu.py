@@ -1,4 +1,4 @@
-"""train.py, word for word, in processes that accelerate takes for GPU ones: on CPUs it refuses FSDP2, torch does not."""
+"""train.py itself, in CPU processes that accelerate takes for GPU ones: it refuses FSDP2 on CPUs, torch does not."""
 
 import runpy
 from pathlib import Path

@@ -130,7 +130,8 @@ class DraftModel(nn.Module):
         block_size = self.config.block_size
         positions_BAK = slot_positions(anchors_BA, block_size)
         previous_ids_BAK = gather_positions(ids_BT, positions_BAK)
-        context_BTD, rotary = self.context(taps_BTLD), self.rotary(torch.arange(ids_BT.shape[1], device=ids_BT.device)[None])
+        rotary = self.rotary(torch.arange(ids_BT.shape[1], device=ids_BT.device)[None])
+        context_BTD = self.context(taps_BTLD)
         memories = [context_memory(cast(DraftLayer, layer), context_BTD, rotary) for layer in self.layers]
         visible_B1NT = block_visibility(anchors_BA, keep_BA, ids_BT.shape[1], block_size)
         hidden_BAKD = self.blocks(previous_ids_BAK[..., 0], positions_BAK, memories, visible_B1NT)
@@ -143,9 +144,7 @@ class DraftModel(nn.Module):
 
 
 def context_memory(layer: DraftLayer, context_BTD: Tensor, rotary: Rotary) -> Memory:
-    """What a layer's blocks read. The context's keys and values are made when the layer runs: under FSDP2 its weights are
-    whole only then.
-    """
+    """What a layer's blocks read; the context's part is made when it runs: only then FSDP2 has its weights whole."""
 
     def memory(keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         context_keys_BHTE, context_values_BHTE = layer.self_attn.keys_values(context_BTD, rotary)

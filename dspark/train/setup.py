@@ -73,7 +73,7 @@ def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Lear
     draft.train().requires_grad_(True)
     draft.activation_checkpointing = run.train.activation_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
-        # As accelerate does in every other way; its FSDP2 would round residuals, norms and gradients to bfloat16 instead.
+        # As accelerate does in every other way; with FSDP2 it would round residuals, norms and gradients to bfloat16.
         draft.forward = convert_outputs_to_fp32(accelerator.autocast()(draft.forward))  # type: ignore[method-assign]
     wrapped, optimizer = accelerator.prepare(draft, build_optimizer(draft, run.train))
     if run.train.ema_decay:
