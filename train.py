@@ -74,7 +74,7 @@ def main(
     probe = load_probe(run, accelerator.device) if is_main and run.train.probe_every_steps else None
     with claim(run.train.folder) if is_main else nullcontext():
         train(learner, reader, launch, resume, probe)
-    accelerator.wait_for_everyone()  # a process that leaves while the main one still writes can hang as it ends
+    accelerator.wait_for_everyone()  # none leaves the group while the main one still writes
     accelerator.end_training()
 
 
