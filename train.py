@@ -30,7 +30,14 @@ from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
 from dspark.train.batches import Share, read_windows
 from dspark.train.checkpoint import Progress as TrainingProgress
-from dspark.train.checkpoint import checkpoints, gather_state, load_checkpoint, save_checkpoint, use_average
+from dspark.train.checkpoint import (
+    checkpoints,
+    gather_state,
+    load_checkpoint,
+    save_checkpoint,
+    use_average,
+    whole_draft,
+)
 from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_after, start_trackers
 from dspark.train.optimizer import learning_rate
 from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder
@@ -42,6 +49,7 @@ Examples:\n
 accelerate launch train.py --config configs/nano.yaml\n
 python train.py --config configs/nano.yaml --set train.steps=10 --set train.folder=runs/trial\n
 accelerate launch --config_file configs/accelerate/deepspeed_zero2.yaml train.py --config configs/ling-3.0-flash.yaml\n
+accelerate launch --config_file configs/accelerate/fsdp2.yaml train.py --config configs/ling-3.0-flash.yaml\n
 accelerate launch train.py --config configs/nano.yaml --resume
 """
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -66,6 +74,7 @@ def main(
     probe = load_probe(run, accelerator.device) if is_main and run.train.probe_every_steps else None
     with claim(run.train.folder) if is_main else nullcontext():
         train(learner, reader, launch, resume, probe)
+    accelerator.wait_for_everyone()  # none leaves the group while the main one still writes
     accelerator.end_training()
 
 
@@ -110,8 +119,9 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
                 save(learner, done)
     if run.train.ema_decay:
         use_average(learner.draft, learner.optimizer)
+    draft = whole_draft(learner.draft)
     if is_main:
-        write_draft(learner.draft, folder / "draft", folder_fields(run), provenance=origin)
+        write_draft(draft, folder / "draft", folder_fields(run), provenance=origin)
         show(f"wrote {folder / 'draft'}")
 
 

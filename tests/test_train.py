@@ -1,7 +1,6 @@
 """The training door as a user runs it: from a record to a draft, stopped and resumed, on one process and on two."""
 
 import json
-import os
 import runpy
 import shutil
 import signal
@@ -16,7 +15,17 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny_ling
-from training_run import make_sequences, run_fields, write_record, write_run
+from training_run import (
+    LAST,
+    assert_same,
+    half_way,
+    launch,
+    make_sequences,
+    rows_of,
+    run_fields,
+    write_record,
+    write_run,
+)
 from typer.testing import CliRunner
 
 import train
@@ -29,8 +38,6 @@ from dspark.target.loading import load_tables, target_fingerprint
 from dspark.train.log import DECODED
 
 ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
-LAST = "checkpoints/step-00000010"
 
 
 @pytest.fixture(scope="module")
@@ -56,35 +63,6 @@ def probed(place: Path) -> Path:
     return place / "probed"
 
 
-def half_way(place: Path, folder: Path) -> list[str]:
-    """The run as a kill after step 7 leaves it. Returns: the override that resumes there."""
-    shutil.copytree(place / "run", folder)
-    shutil.rmtree(folder / LAST)
-    shutil.rmtree(folder / "draft")
-    rows = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join(rows[:4]) + '\n{"step": 7, "lo')
-    return [f"train.folder={folder}"]
-
-
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
-
-
-def assert_same(folder: Path, expected: Path, tolerance: float) -> None:
-    for file in ("draft.safetensors", "moments.safetensors"):
-        found, wanted = load_file(folder / LAST / file), load_file(expected / LAST / file)
-        assert found.keys() == wanted.keys()
-        for name, tensor in found.items():
-            torch.testing.assert_close(
-                tensor, wanted[name], rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
-            )
-    state, wanted_state = (json.loads((each / LAST / "state.json").read_text()) for each in (folder, expected))
-    assert (state["step"], state["sequences_seen"]) == (wanted_state["step"], wanted_state["sequences_seen"])
-    for row, wanted_row in zip(rows_of(folder), rows_of(expected), strict=True):
-        assert row == pytest.approx(wanted_row, rel=max(tolerance, 1e-12) * 100)
-
-
 def assert_same_best(folder: Path, expected: Path) -> None:
     found, wanted = (json.loads((each / "best" / "provenance.json").read_text()) for each in (folder, expected))
     assert all(found[name] == wanted[name] for name in ("step", DECODED, "target_fingerprint", "run"))
@@ -92,12 +70,6 @@ def assert_same_best(folder: Path, expected: Path) -> None:
     drafts = [read_draft(each / "best", tables).state_dict() for each in (folder, expected)]
     for name, tensor in drafts[0].items():
         torch.testing.assert_close(tensor, drafts[1][name], rtol=2**-8, atol=1e-6)  # one rounding to bfloat16
-
-
-def launch(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "DS_"))}
-    variables = inherited | {"PATH": f"{BIN}:{os.environ['PATH']}"} | environment
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_ten_steps_are_five_and_five_bit_for_bit(place: Path, tmp_path: Path) -> None:

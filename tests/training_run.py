@@ -1,10 +1,17 @@
-"""A small run for the training tests: a target folder, a record of made-up states, and the run that trains on it."""
+"""A small run for the training tests: a target folder, a record of made-up states, the run on it, how two compare."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
 
 from dspark.config import RunConfig
@@ -14,6 +21,9 @@ from dspark.target.loading import target_fingerprint
 from dspark.types import RecordedSequence
 
 WIDTH, TAPS = 32, (0, 2, 4)
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+LAST = "checkpoints/step-00000010"
 LENGTHS = (19, 40, 26, 33, 12, 28, 37)
 
 
@@ -117,3 +127,38 @@ def write_run(folder: Path, **train: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(run_fields(folder, **train)), encoding="utf-8")
     return path
+
+
+def half_way(place: Path, folder: Path) -> list[str]:
+    """The run in place/run as a kill after step 7 leaves it. Returns: the override that resumes there."""
+    shutil.copytree(place / "run", folder)
+    shutil.rmtree(folder / LAST)
+    shutil.rmtree(folder / "draft")
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(rows[:4]) + '\n{"step": 7, "lo')
+    return [f"train.folder={folder}"]
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+
+
+def assert_same(folder: Path, expected: Path, tolerance: float) -> None:
+    for file in ("draft.safetensors", "moments.safetensors"):
+        found, wanted = load_file(folder / LAST / file), load_file(expected / LAST / file)
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(
+                tensor, wanted[name], rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    state, wanted_state = (json.loads((each / LAST / "state.json").read_text()) for each in (folder, expected))
+    assert (state["step"], state["sequences_seen"]) == (wanted_state["step"], wanted_state["sequences_seen"])
+    for row, wanted_row in zip(rows_of(folder), rows_of(expected), strict=True):
+        assert row == pytest.approx(wanted_row, rel=max(tolerance, 1e-12) * 100)
+
+
+def launch(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "DS_"))}
+    variables = inherited | {"PATH": f"{BIN}:{os.environ['PATH']}"} | environment
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)

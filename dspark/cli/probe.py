@@ -20,6 +20,7 @@ from dspark.export import write_draft
 from dspark.target.checkpoint.weights import Checkpoint
 from dspark.target.loading import load_target, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
+from dspark.train.checkpoint import whole_draft
 from dspark.train.log import DECODED, Row
 from dspark.train.run_folder import BEST, PROVENANCE
 from dspark.train.step import Learner
@@ -53,8 +54,8 @@ def decode_and_keep_best(learner: Learner, probe: Probe | None, step: int, origi
     Returns: what the row gains, on the main process. Raises: CheckpointError when the kept one's provenance is damaged.
     """
     found: Row = {}
+    draft, run = whole_draft(learner.draft), learner.run
     if probe:
-        draft, run = learner.draft, learner.run
         with torch.compiler.set_stance("force_eager"):  # decoding has another shape in each round
             found = {DECODED: probe(draft)}
         if found[DECODED] > kept_length(run.train.folder / BEST):

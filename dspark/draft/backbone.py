@@ -53,9 +53,9 @@ class DraftAttention(nn.Module):
 class Anchored:
     """The memory of blocks in training: context rows from the start of a block's document to before its anchor.
 
-    A layer makes the context's keys and values when it reads, so that where activations are computed again no more than
-    one layer's exist at a time. Shapes: context_TD, rotary of T positions; starts_A, anchors_A as of
-    ``anchor_attention``.
+    A layer makes the context's keys and values when it reads: only then FSDP2 has its weights whole, and where
+    activations are computed again no more than one layer's exist at a time.
+    Shapes: context_TD, rotary of T positions; starts_A, anchors_A as of ``anchor_attention``.
     """
 
     context_TD: Tensor

@@ -142,4 +142,6 @@ class DraftModel(nn.Module):
         embedded_AKR = self.markov_head.embed(previous_ids_AK)
         mixed_AKR = self.markov_head(embedded_AKR, hidden_AKD)
         confidence = None if self.confidence_head is None else self.confidence_head(hidden_AKD, embedded_AKR)
-        return DraftOutput(hidden_AKD, mixed_AKR, self.markov_head.markov_w2.weight, confidence)
+        # A view, for FSDP2 puts a hook on every tensor that is returned, and on the weight itself they would pile up.
+        markov_VR = self.markov_head.markov_w2.weight
+        return DraftOutput(hidden_AKD, mixed_AKR, markov_VR.view_as(markov_VR), confidence)

@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from dspark.distributed import sum_over_ranks
+from dspark.distributed import spread, sum_over_ranks, whole
+from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError
 from dspark.files import file_sha256, flush, save_tensors
 from dspark.train.optimizer import ADAMW, EMA, moment_names
@@ -32,20 +34,32 @@ class Progress:
 
 def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The draft's float32 parameters and what the optimizer keeps of them (``exp_avg.NAME`` and so on), on the CPU.
-    ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO every rank must call it.
+    ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO and FSDP2 every rank must call it.
     """
     parameters: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     for name, parameter in draft.named_parameters():
         if not hasattr(parameter, "_hp_mapping"):
-            parameters[name], found = parameter.detach(), optimizer.state[parameter]
+            parameters[name] = whole(parameter.detach())
+            found = {moment: whole(tensor) for moment, tensor in optimizer.state[parameter].items()}
         else:
             state = next(iter(optimizer.optimizer.optimizer.state.values()))
             names = [moment for moment in (*ADAMW, EMA) if moment in state]
-            whole = [sum_over_ranks(_unflatten(parameter, piece)) for piece in _slices(parameter, optimizer, names)]
-            parameters[name], found = whole[0], dict(zip(names, whole[1:], strict=True))
+            sums = [sum_over_ranks(_unflatten(parameter, piece)) for piece in _slices(parameter, optimizer, names)]
+            parameters[name], found = sums[0], dict(zip(names, sums[1:], strict=True))
         moments |= {f"{moment}.{name}": tensor for moment, tensor in found.items() if moment != "step"}
     return _on_cpu(parameters), _on_cpu(moments)
+
+
+def whole_draft(draft: DraftModel) -> DraftModel:
+    """The draft with all of its weights: itself, or a copy where FSDP2 spread them. Every rank must call it."""
+    if not any(isinstance(parameter, DTensor) for parameter in draft.parameters()):
+        return draft
+    with torch.device("meta"):
+        copy = DraftModel(draft.config)
+    copy.load_state_dict({name: whole(tensor) for name, tensor in draft.state_dict().items()}, assign=True)
+    copy.embedding_VD, copy.head_VD = draft.embedding_VD, draft.head_VD
+    return copy
 
 
 @torch.no_grad()
@@ -105,12 +119,13 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
         raise CheckpointError(f"{place}: made with another optimizer; resume with the train.optimizer it was made with")
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
-            parameter.copy_(parameters[name])
+            parameter.copy_(spread(parameters[name], parameter))
             found = {moment: moments[f"{moment}.{name}"] for moment in names[name]}
             if not hasattr(parameter, "_hp_mapping"):
+                optimizer.state[parameter] = {key: spread(value, parameter) for key, value in found.items()}
                 if ADAMW[0] in found:  # Muon counts no steps
-                    found["step"] = torch.tensor(float(progress.step))
-                optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
+                    step = torch.tensor(float(progress.step), device=parameter.device)
+                    optimizer.state[parameter]["step"] = step
             else:
                 slices = _slices(parameter, optimizer, names[name], progress.step)
                 for piece, value in zip(slices, [parameters[name], *found.values()], strict=True):

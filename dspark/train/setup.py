@@ -2,6 +2,7 @@
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType, convert_outputs_to_fp32
 from torch import Tensor
 
 from dspark.config import DraftConfig, ObjectiveSection, RunConfig, TrainSection
@@ -73,6 +74,9 @@ def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Lear
     draft.activation_checkpointing = run.train.activation_checkpointing
     if accelerator.device.type == "cuda":
         draft.compile_layers()
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # As accelerate does in every other way; with FSDP2 it would round residuals, norms and gradients to bfloat16.
+        draft.forward = convert_outputs_to_fp32(accelerator.autocast()(draft.forward))  # type: ignore[method-assign]
     wrapped, optimizer = accelerator.prepare(draft, build_optimizer(draft, run.train))
     if run.train.ema_decay:
         inner = optimizer.optimizer

@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from dspark.config import RunConfig
-from dspark.distributed import gather_over_ranks, sum_over_ranks, world_size
+from dspark.distributed import gather_over_ranks, sum_over_ranks, whole, world_size
 from dspark.draft.model import DraftModel
 from dspark.errors import TrainingError
 from dspark.train.batches import Batch
@@ -91,7 +91,7 @@ def _move(learner: Learner, window: Sequence[Batch], step: int) -> Tensor:
         norm = torch.as_tensor(learner.engine.get_global_grad_norm(), device=learner.accelerator.device)
     else:
         limit = learner.run.train.max_grad_norm
-        norm = learner.accelerator.clip_grad_norm_(learner.draft.parameters(), limit)
+        norm = whole(learner.accelerator.clip_grad_norm_(learner.draft.parameters(), limit))
         is_finite = bool(torch.isfinite(norm))
         if is_finite:
             learner.optimizer.step()

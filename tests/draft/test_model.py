@@ -296,3 +296,9 @@ def test_initialising_depends_on_the_generator_alone_and_leaves_no_default(case:
             assert not torch.equal(tensor, other[name])
         else:
             assert torch.equal(tensor, torch.full_like(tensor, 0.0 if name.endswith("bias") else 1.0))
+
+
+def test_the_markov_table_that_is_returned_is_another_tensor_in_the_same_memory(case: GoldenCase) -> None:
+    weight, markov_VR = case.draft.markov_head.markov_w2.weight, case.forward().markov_VR
+    assert markov_VR is not weight  # what hooks onto the output does not stay on the weight
+    assert markov_VR.data_ptr() == weight.data_ptr()

@@ -1,0 +1,103 @@
+"""Training with FSDP2 learns what the other ways learn, and one goes on with another's checkpoints."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_run import LAST, assert_same, half_way, launch, rows_of, write_run
+
+import train
+
+TWO = ("--num_processes", "2", "--main_process_port", "0")
+FSDP2 = ("accelerate", "launch", "--config_file", "configs/accelerate/fsdp2.yaml", *TWO)
+BF16, FLOAT32 = ("--mixed_precision", "bf16"), ("--mixed_precision", "no")
+ON_CPU = "tests/train_fsdp_on_cpu.py"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a record, config.yaml, and in run/ the ten steps of it in one process, averaged."""
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "prompts.jsonl").write_text('{"prompt": "add"}\n{"text": "def add("}\n{"prompt": "more"}\n')
+    train.main(write_run(folder, ema_decay=0.75))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(place: Path) -> Path:
+    """sharded/run holds the same steps with FSDP2 and bf16 on two processes, layers computed again."""
+    start(FSDP2 + BF16, ON_CPU, place, place / "sharded" / "run", "train.activation_checkpointing=true")
+    return place / "sharded"
+
+
+def start(launcher: tuple[str, ...], door: str, place: Path, folder: Path, *more: str, **environment: str) -> str:
+    """Two processes that train into ``folder``, from its newest checkpoint if any. Returns: what they printed."""
+    overrides = [f"train.folder={folder}", "train.accumulation_steps=2", *more]
+    command = [*launcher, door, "--config", str(place / "config.yaml"), *(["--resume"] if folder.exists() else [])]
+    done = launch(*command, *(word for override in overrides for word in ("--set", override)), **environment)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def assert_same_draft(folder: Path, expected: Path) -> None:
+    assert (folder / "draft/model.safetensors").read_bytes() == (expected / "draft/model.safetensors").read_bytes()
+
+
+def test_fsdp2_learns_what_data_parallel_does_in_bf16(place: Path, sharded: Path, tmp_path: Path) -> None:
+    launcher = ("accelerate", "launch", "--multi_gpu", *TWO, *BF16)
+    start(launcher, "train.py", place, tmp_path / "run", ACCELERATE_USE_CPU="true")
+    assert_same(sharded / "run", tmp_path / "run", tolerance=1e-6)
+    assert_same_draft(sharded / "run", tmp_path / "run")
+
+
+def test_ten_steps_of_fsdp2_are_five_and_five_bit_for_bit(place: Path, sharded: Path, tmp_path: Path) -> None:
+    half_way(sharded, tmp_path / "run")
+    shown = start(FSDP2 + BF16, ON_CPU, place, tmp_path / "run", "train.activation_checkpointing=true")
+    assert "from step 5; 2 x cpu, distributed: fsdp, mixed precision: bf16" in shown
+    assert_same(tmp_path / "run", sharded / "run", tolerance=0)
+    assert_same_draft(tmp_path / "run", sharded / "run")
+
+
+def test_fsdp2_goes_on_with_the_checkpoints_of_one_process(place: Path, tmp_path: Path) -> None:
+    half_way(place, tmp_path / "run")
+    start(FSDP2 + FLOAT32, ON_CPU, place, tmp_path / "run")
+    assert_same(tmp_path / "run", place / "run", tolerance=1e-6)
+
+
+def test_fsdp2_decodes_with_all_of_the_weights_and_one_process_goes_on_with_its_checkpoints(
+    place: Path, tmp_path: Path
+) -> None:
+    probing = ("train.probe_every_steps=5", "train.probe_prompts=2", "eval.max_new_tokens=12")
+    probing += (f"eval.tasks=[{place / 'prompts.jsonl'}]",)
+    two, one = tmp_path / "two", tmp_path / "one"
+    start(FSDP2 + FLOAT32, ON_CPU, place, two / "run", *probing)
+    train.main(place / "config.yaml", [f"train.folder={one}", *probing])
+    assert_same(two / "run", one, tolerance=1e-6)
+    found, wanted = (load_file(each / "best" / "model.safetensors") for each in (two / "run", one))
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=2**-8, atol=1e-6)  # one rounding to bfloat16
+    train.main(place / "config.yaml", [*half_way(two, tmp_path / "half"), *probing], resume=True)
+    assert_same(tmp_path / "half", one, tolerance=1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_two_gpus_fsdp2_learns_what_data_parallel_does_and_goes_on(place: Path, tmp_path: Path) -> None:
+    plain = ("accelerate", "launch", "--config_file", "configs/accelerate/multi_gpu.yaml", *TWO)
+    start(plain, "train.py", place, tmp_path / "plain")
+    shown = start(FSDP2, "train.py", place, tmp_path / "sharded" / "run")
+    assert "2 x cuda, distributed: fsdp, mixed precision: bf16" in shown
+    assert_near(tmp_path / "sharded" / "run", tmp_path / "plain")
+    half_way(tmp_path / "sharded", tmp_path / "half")
+    assert "from step 5" in start(FSDP2, "train.py", place, tmp_path / "half")
+    assert_near(tmp_path / "half", tmp_path / "sharded" / "run")
+
+
+def assert_near(folder: Path, expected: Path) -> None:
+    """Equal up to the order of a GPU's sums: ten steps of 3e-3 move a weight a hundred times as far."""
+    found, wanted = (load_file(each / LAST / "draft.safetensors") for each in (folder, expected))
+    for name, tensor in found.items():
+        assert (tensor - wanted[name]).square().mean().sqrt() < 1e-4, name
+    for row, wanted_row in zip(rows_of(folder), rows_of(expected), strict=True):
+        assert row == pytest.approx(wanted_row, rel=1e-2)
