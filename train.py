@@ -102,9 +102,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
                 row = metrics.row(done.step, learning_rate(done.step - 1, run.train))
                 if is_probed:
                     row |= decode_and_keep_best(learner, probe, done.step, origin)
-                    metrics = PooledMetrics(
-                        learner.stopwatch
-                    )  # its clock starts anew: the probe's time is not training's
+                    learner.stopwatch.restart()  # the probe's time is not training's
                 accelerator.log(row, step=done.step)
                 if is_main:
                     append_row(folder, row)
