@@ -114,6 +114,8 @@ def test_two_processes_learn_and_decode_what_one_does(place: Path, probed: Path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 x cpu, distributed: multi_cpu" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["communication_share"] < 1 for row in rows)
     assert_same(tmp_path / "run", probed, tolerance=1e-6)
     assert_same_best(tmp_path / "run", probed)
 

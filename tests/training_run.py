@@ -15,9 +15,12 @@ from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
 
 from dspark.config import RunConfig
+from dspark.distributed import start_accelerator
 from dspark.record.format import Manifest
 from dspark.record.writer import open_writer
 from dspark.target.loading import target_fingerprint
+from dspark.train.setup import fresh_draft, prepare
+from dspark.train.step import Learner
 from dspark.types import RecordedSequence
 
 WIDTH, TAPS = 32, (0, 2, 4)
@@ -120,6 +123,16 @@ def make_run(folder: Path, **train: Any) -> RunConfig:
     return RunConfig.model_validate(run_fields(folder, **train))
 
 
+def make_learner(folder: Path, **train: Any) -> Learner:
+    """The run's draft before its first step, with made-up tables of the target."""
+    run = make_run(folder, **train)
+    draft = fresh_draft(run.draft, run.seed)
+    generator = torch.Generator().manual_seed(5)
+    shape = (run.draft.vocab_size, run.draft.hidden_size)
+    draft.bind(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    return prepare(start_accelerator(run.train, {}, ()), draft, run)
+
+
 def write_run(folder: Path, **train: Any) -> Path:
     """Target, record and run.yaml on disk. Returns: the path of run.yaml."""
     target = write_tiny_ling(folder / "target")
@@ -141,7 +154,7 @@ def half_way(place: Path, folder: Path) -> list[str]:
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [{key: value for key, value in row.items() if not key.endswith(("_per_second", "_share"))} for row in rows]
 
 
 def assert_same(folder: Path, expected: Path, tolerance: float) -> None:
