@@ -1,9 +1,9 @@
 """How good a draft's blocks are: the loss terms, the expected acceptance length, and their denominators."""
 
 import math
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,72 +117,112 @@ def objective(
     over ranks and window. acceptance_weight is section.acceptance_length after its warm-up; it may be 0.
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
+    device = output.hidden_AKD.device
+    weigh, score, price = (fused(part, device) for part in (scales, total, slopes))
     dtype = torch.promote_types(output.markov_VR.dtype, torch.float32)
-    local_weight, local_blocks = denominators(slots, section.decay_positions)
-    valid_AK = slots.valid_AK
-    weights_AK = slot_weights(valid_AK, section.decay_positions).to(dtype)
-    weight, num_blocks = (pooled[0] + EPSILON).to(dtype), pooled[1].clamp(min=1).to(dtype)
-    scales = Scales(weights_AK, weight, acceptance_weight / num_blocks / valid_AK.shape[-1])
+    scale = weigh(slots.valid_AK, pooled, section.decay_positions, acceptance_weight, dtype)
     hidden_ND, mixed_NR = (x.flatten(0, 1)[slots.places_N] for x in (output.hidden_AKD, output.mixed_AKR))
     tables = (teacher.head_VD, output.markov_VR, teacher.last_hidden_TD[slots.teachers_M])
     pieces = [Piece(rows, teachers, slots.teacher_rows_N[rows]) for rows, teachers in slots.pieces]
-    price = partial(slopes, section=section, scales=scales, slots=slots)
-    pull, figures = judge(hidden_ND, mixed_NR, *tables, slots.labels_N, pieces, price)
-    agreement = Agreement(*(_on_grid(x_N, slots.places_N, valid_AK.shape) for x_N in figures))
+    weights = Weights(*(getattr(section, name) for name in Weights._fields))
+
+    def price_piece(rows: slice, figures: Figures) -> Slopes:
+        blocks = (slots.blocks[rows.start], slots.blocks[rows.stop - 1] + 1)
+        found: Slopes = price(figures, slots.places_N[rows], blocks, scale, weights)
+        return found
+
+    pull, figures = judge(hidden_ND, mixed_NR, *tables, slots.labels_N, pieces, price_piece)
+    grids = Agreement(*(_on_grid(x_N, slots.places_N, slots.valid_AK.shape) for x_N in figures))
+    loss, metrics = score(grids, output.confidence_logits_AK, slots.valid_AK, scale, weights)
+    # ``pull``, a zero, carries the gradients of all but the confidence, which torch makes.
+    whole_loss: Tensor = loss + pull.to(dtype)
+    return whole_loss, metrics
+
+
+class Weights(NamedTuple):
+    """What of a section the loss's value is made of; as there."""
+
+    cross_entropy: float
+    forward_kl: float
+    total_variation: float
+    confidence: float
+    acceptance_length: float
+    acceptance_form: str
+
+
+class Scales(NamedTuple):
+    """The weight of every slot, their sum here (float64), what sums over them are divided by, and what one more
+    accepted draft takes off the loss.
+    """
+
+    weights_AK: Tensor
+    local_weight: Tensor
+    weight: Tensor
+    length: Tensor
+
+
+@lru_cache
+def fused(part: Callable[..., Any], device: torch.device) -> Any:
+    """A part of the objective: hundreds of small operations, on a GPU a few kernels for any weights and blocks."""
+    return torch.compile(part, fullgraph=True, dynamic=True) if device.type == "cuda" else part
+
+
+def scales(valid_AK: Tensor, pooled: Tensor, decay_positions: float, weight: float, dtype: torch.dtype) -> Scales:
+    """Scales of a micro-step whose ``denominators`` are ``pooled``; ``weight`` is the acceptance length's."""
+    weights_AK = slot_weights(valid_AK, decay_positions)
+    length = weight / pooled[1].clamp(min=1) / valid_AK.shape[-1]
+    return Scales(weights_AK.to(dtype), weights_AK.sum(), (pooled[0] + EPSILON).to(dtype), length.to(dtype))
+
+
+def total(
+    agreement: Agreement, confidence_logits_AK: Tensor | None, valid_AK: Tensor, scale: Scales, weights: Weights
+) -> tuple[Tensor, Metrics]:
+    """The loss and what to log. A confidence head stays in the graph at a weight of 0: data parallel training wants a
+    gradient for every parameter.
+    """
+    weights_AK, blocks = scale.weights_AK, valid_AK[:, 0].sum().double()
     terms = {
         "cross_entropy": cross_entropy(agreement, weights_AK),
         "forward_kl": forward_kl(agreement, weights_AK),
         "total_variation": total_variation(agreement, weights_AK),
     }
-    if output.confidence_logits_AK is not None:
-        terms["confidence"] = confidence_bce(agreement, output.confidence_logits_AK, weights_AK)
+    if confidence_logits_AK is not None:
+        terms["confidence"] = confidence_bce(agreement, confidence_logits_AK, weights_AK)
     lengths = {
         "ratio": expected_acceptance_ratio(agreement, valid_AK),
         "teacher_forced": expected_acceptance_teacher_forced(agreement, valid_AK),
     }
-    # ``pull``, a zero, carries the gradients of all but the confidence, which torch makes; both stay in the graph at a
-    # passing weight of 0: data parallel training wants a gradient for every parameter.
-    parts = [pull.to(dtype)]
-    parts += [getattr(section, k) / weight * v for k, v in terms.items() if getattr(section, k) or k == "confidence"]
-    if section.acceptance_length:
-        shortfall = local_blocks.to(dtype) - lengths[section.acceptance_form] / valid_AK.shape[-1]
-        parts.append(acceptance_weight / num_blocks * shortfall)
-    metrics = {name: (term.detach(), local_weight) for name, term in terms.items()}
-    metrics |= {f"expected_acceptance_{form}": (length.detach(), local_blocks) for form, length in lengths.items()}
-    metrics |= slot_metrics(agreement, output.confidence_logits_AK, valid_AK, weights_AK)
+    parts = [
+        getattr(weights, k) / scale.weight * v for k, v in terms.items() if getattr(weights, k) or k == "confidence"
+    ]
+    if weights.acceptance_length:
+        shortfall = blocks.to(weights_AK.dtype) * valid_AK.shape[-1] - lengths[weights.acceptance_form]
+        parts.append(scale.length * shortfall)
+    metrics = {name: (term.detach(), scale.local_weight) for name, term in terms.items()}
+    metrics |= {f"expected_acceptance_{form}": (length.detach(), blocks) for form, length in lengths.items()}
+    metrics |= slot_metrics(agreement, confidence_logits_AK, valid_AK, weights_AK)
     return torch.stack(parts).sum(), metrics
 
 
-class Scales(NamedTuple):
-    """The weight of every slot, what their sum is divided by, and what one more accepted draft takes off the loss."""
-
-    weights_AK: Tensor
-    weight: Tensor
-    length: Tensor
-
-
-def slopes(rows: slice, figures: Figures, *, section: ObjectiveSection, scales: Scales, slots: Slots) -> Slopes:
-    """Derivatives of ``objective`` by the figures of a piece, whose rows are all valid slots of whole blocks.
-
-    The slots of a block are coupled by the acceptance length alone.
+def slopes(figures: Figures, places_P: Tensor, blocks: tuple[int, int], scale: Scales, weights: Weights) -> Slopes:
+    """Derivatives of ``objective`` by the figures of a piece, whose rows are all valid slots of whole blocks, the first
+    and one past the last of which are ``blocks``. The slots of a block are coupled by the acceptance length alone.
     """
-    places_P = slots.places_N[rows]
-    weights_P = scales.weights_AK.flatten()[places_P] / scales.weight
-    by_logprob_P = -section.cross_entropy * weights_P
-    by_acceptance_P = -2 * section.total_variation * weights_P
-    if section.acceptance_length:
-        num_slots = scales.weights_AK.shape[-1]
-        first = slots.blocks[rows.start]
-        places_P, shape = places_P - first * num_slots, (slots.blocks[rows.stop - 1] + 1 - first, num_slots)
-        is_ratio = section.acceptance_form == "ratio"
+    weights_P = scale.weights_AK.flatten()[places_P] / scale.weight
+    by_logprob_P = -weights.cross_entropy * weights_P
+    by_acceptance_P = -2 * weights.total_variation * weights_P
+    if weights.acceptance_length:
+        num_slots = scale.weights_AK.shape[-1]
+        places_P, shape = places_P - blocks[0] * num_slots, (blocks[1] - blocks[0], num_slots)
+        is_ratio = weights.acceptance_form == "ratio"
         gap_P = figures.draft_logprobs_P - figures.teacher_logprobs_P
         go_on_P = gap_P.clamp(max=0).exp() if is_ratio else figures.acceptance_P
         grids = (_on_grid(x_P, places_P, shape) for x_P in (figures.acceptance_P, go_on_P))
-        by_step_P, by_go_on_P = (x_AK.flatten()[places_P] * scales.length for x_AK in length_slopes(*grids))
+        by_step_P, by_go_on_P = (x_AK.flatten()[places_P] * scale.length for x_AK in length_slopes(*grids))
         by_acceptance_P = by_acceptance_P - by_step_P - (0 if is_ratio else by_go_on_P)
         if is_ratio:
             by_logprob_P = by_logprob_P - by_go_on_P * go_on_P * (gap_P <= 0)
-    return Slopes(by_logprob_P, section.forward_kl * weights_P, by_acceptance_P)
+    return Slopes(by_logprob_P, weights.forward_kl * weights_P, by_acceptance_P)
 
 
 def length_slopes(step_AK: Tensor, go_on_AK: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -147,6 +148,36 @@ def test_loss_and_gradients_are_autograds_however_the_slots_are_cut(
     gradients = (torch.autograd.grad(x, parameters) for x in (loss, plain))
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
+
+
+def test_fused_parts_are_whole_graphs_for_any_weights_and_blocks_and_say_the_same(
+    dspark_golden: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, found, numbers = [], [], (700, 1100, 1 << 20)
+    plain = room.fused
+
+    def counted(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @lru_cache
+    def compiled(part: Callable[..., Any], _device: torch.device) -> Any:
+        return torch.compile(part, fullgraph=True, dynamic=True, backend=counted)
+
+    for fused in (plain, compiled):
+        monkeypatch.setattr(room, "fused", fused)
+        for most, kl, weight in zip(numbers, (1.0, 0.7, 0.4), (0.1, 0.3, 0.2), strict=True):
+            case = golden_case(dspark_golden, "mha_vanilla", torch.float64)
+            section, targets = EVERYTHING.model_copy(update={"forward_kl": kl}), case.targets()
+            monkeypatch.setitem(PIECE_NUMBERS, "cpu", most)
+            pooled = denominators(targets, 4.0)
+            loss, metrics = objective(case.forward(), case.teacher(), targets, section, weight, pooled)
+            gradients = torch.autograd.grad(loss, list(case.draft.parameters()))
+            found.append([loss.detach(), *gradients, *(x for pair in metrics.values() for x in pair)])
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert len(graphs) == 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -87,7 +87,7 @@ class _Judged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, pull: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, mixed, markov = (gradient * pull.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        hidden, mixed, markov = (gradient.mul_(pull) for gradient in ctx.saved_tensors)  # torch refuses a second call
         return hidden, mixed, None, markov, None, None, None, None
 
 
