@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dspark.config import RunConfig
 from dspark.distributed import gather_over_ranks, sum_over_ranks, world_size
-from dspark.draft.model import DraftModel
+from dspark.draft.model import DraftModel, DraftOutput
 from dspark.errors import TrainingError
 from dspark.train.batches import Batch
 from dspark.train.objective import Metrics, Teacher, denominators, objective
@@ -49,13 +49,8 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     losses, metrics = [], []
     for place, batch in enumerate(window):
         is_last = place == len(window) - 1
-        with _gradient_exchange(learner, is_last):
-            loss, found = _loss(learner, batch, pooled, step)
-            if learner.engine:
-                learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
-            else:
-                torch.autograd.backward(loss * world_size())
-        losses.append(loss.detach())
+        loss, found = micro_step(learner, batch, batch.to(device), pooled, step, is_last)
+        losses.append(loss)
         metrics.append(found | {"tokens": (torch.tensor(float(len(batch.ids_T))), torch.ones(()))})
     _refuse_non_finite_losses(torch.stack(losses), window, step)
     set_learning_rate(learner.optimizer, learning_rate(step, run.train))
@@ -65,16 +60,41 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     return _summed([*metrics, once], device)
 
 
-def _loss(learner: Learner, batch: Batch, pooled: Tensor, step: int) -> tuple[Tensor, Metrics]:
-    section, here = learner.run.objective, batch.to(pooled.device)
-    output = learner.wrapped(here.ids_T, here.positions_T, here.taps_TLD, here.starts_A, here.anchors_A)
+def micro_step(
+    learner: Learner, batch: Batch, here: Batch, pooled: Tensor, step: int, is_last: bool
+) -> tuple[Tensor, Metrics]:
+    """Forward and backward of one micro-batch; its gradients are added to those that are there.
+
+    ``here`` is ``batch`` with its tensors on the device, pooled the step's denominators on it.
+    Returns: the loss and what to log, detached.
+    """
+    with gradient_exchange(learner, is_last):
+        loss, found = judge_blocks(learner, draft_blocks(learner, here), batch, here, pooled, step)
+        if learner.engine:
+            learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
+        else:
+            torch.autograd.backward(loss * world_size())
+    return loss.detach(), found
+
+
+def draft_blocks(learner: Learner, here: Batch) -> DraftOutput:
+    """What the draft says about a batch on the device."""
+    output: DraftOutput = learner.wrapped(here.ids_T, here.positions_T, here.taps_TLD, here.starts_A, here.anchors_A)
+    return output
+
+
+def judge_blocks(
+    learner: Learner, output: DraftOutput, batch: Batch, here: Batch, pooled: Tensor, step: int
+) -> tuple[Tensor, Metrics]:
+    """The loss of what the draft said and what to log of it, as ``objective``; batch, here as ``micro_step``'s."""
+    section = learner.run.objective
     assert learner.draft.head_VD is not None
     teacher = Teacher(learner.draft.head_VD, here.last_hidden_TD, batch.anchors_A)
     with learner.accelerator.autocast():
         return objective(output, teacher, batch.targets, section, acceptance_weight(step, section), pooled)
 
 
-def _gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:
+def gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:
     """Exchange gradients in the last micro-step only (ZeRO-2 keeps a part of them, so it reduces in each)."""
     if learner.engine:
         learner.engine.set_gradient_accumulation_boundary(is_last)
