@@ -22,9 +22,19 @@ from dspark.cli.main import app
 from dspark.config import RunConfig
 from dspark.distributed import start_accelerator
 from dspark.errors import ConfigError, DsparkError
-from dspark.train import measure
-from dspark.train.batches import Batch, window_draws
-from dspark.train.measure import MicroStep, RandomRecord, count_operations, random_learner, time_calls, whole_steps
+from dspark.train.batches import Batch, Share, read_window, window_draws
+from dspark.train.measure import (
+    MicroStep,
+    RandomRecord,
+    Timing,
+    clock,
+    count_operations,
+    least_bytes,
+    parts,
+    random_learner,
+    time_calls,
+    whole_steps,
+)
 from dspark.train.objective import Metrics
 from dspark.train.slots import lay_out
 from dspark.train.step import Learner, train_step
@@ -38,7 +48,7 @@ TOKENS = 40
 @pytest.fixture(autouse=True)
 def _a_fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    monkeypatch.setattr(measure, "REPEATS", 2)
+    monkeypatch.setattr(clock, "REPEATS", 2)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -65,7 +75,7 @@ def learner_of(config: Path, *overrides: str) -> tuple[Learner, RandomRecord]:
 def test_a_micro_step_of_the_flash_draft_takes_the_operations_that_were_worked_out_by_hand() -> None:
     run = door.measured_run(FLASH, 4096, 4, ())
     record = ids_alone(run)
-    batch = measure.read_window(record, run, 0, measure.Share(1, 1, 0, 1))[0]
+    batch = read_window(record, run, 0, Share(1, 1, 0, 1))[0]
     found = count_operations(run.draft, batch, "cuda")
     teachers = lay_out(batch.targets.valid_AK, batch.anchors_A, 1 << 40, run.draft.vocab_size).teachers_M
     assert 2600 < len(teachers) < 2800
@@ -104,7 +114,7 @@ def test_operations_are_those_that_a_counter_sees(config: Path) -> None:
 
 def test_attention_is_counted_by_what_every_slot_sees(config: Path) -> None:
     run = door.measured_run(config, TOKENS, 1, ("train.batch_size=2", "train.num_anchors=3"))
-    batch = measure.read_window(RandomRecord(run, 2), run, 0, measure.Share(2, 1, 0, 1))[0]
+    batch = read_window(RandomRecord(run, 2), run, 0, Share(2, 1, 0, 1))[0]
     context = [anchor % TOKENS for anchor in batch.anchors_A.tolist()]
     assert len(context) == 6
     seen = sum(4 * (tokens + 4) for tokens in context)
@@ -128,6 +138,8 @@ def test_the_two_halves_hold_every_gradient_of_the_whole(config: Path) -> None:
     micro.body()
     missing = {name for name, parameter in learner.draft.named_parameters() if parameter.grad is None}
     assert missing == {"markov_head.markov_w2.weight"}
+    micro.clear()
+    assert all(x is not None and x.grad is None for x in micro.output)
 
 
 def test_the_loss_is_of_every_term_and_of_a_teacher_that_is_neither_sure_nor_flat(config: Path) -> None:
@@ -153,12 +165,12 @@ def test_whole_steps_move_the_draft_and_read_the_record_in_training_s_order(
         drawn.extend(index for batch in window for index in batch.indices)
         return train_step(learner, window, place)
 
-    monkeypatch.setattr(measure, "train_step", step)
+    monkeypatch.setattr(parts, "train_step", step)
     before = learner.draft.fc.weight.detach().clone()
     with whole_steps(learner, record) as take:
         time_calls(take, torch.device("cpu"))
     assert places == list(range(3 + 2))
-    draws = [window_draws(3, learner.run.seed, 2 * place, measure.Share(1, 2, 0, 1)) for place in places]
+    draws = [window_draws(3, learner.run.seed, 2 * place, Share(1, 2, 0, 1)) for place in places]
     assert drawn == [draw.index for window in draws for (draw,) in window]
     assert not torch.equal(before, learner.draft.fc.weight)
 
@@ -166,7 +178,7 @@ def test_whole_steps_move_the_draft_and_read_the_record_in_training_s_order(
 def test_a_call_is_warmed_up_and_cleared_and_the_median_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = [0.0], []
     takes = iter([50.0, 60.0, 70.0, 9.0, 1.0, 2.0])  # three to warm up
-    monkeypatch.setattr(measure, "REPEATS", 3)
+    monkeypatch.setattr(clock, "REPEATS", 3)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def spend(name: str, seconds: float) -> None:
@@ -183,9 +195,9 @@ def test_all_rows_are_printed_and_written(config: Path, tmp_path: Path, monkeypa
     path = tmp_path / "new" / "out.json"
     given = ["--config", str(config), "--tokens", str(TOKENS), "--accumulation", "3", "--json", str(path)]
 
-    def in_50_ms(call: Callable[[], object], *_: object) -> measure.Timing:
+    def in_50_ms(call: Callable[[], object], *_: object) -> Timing:
         call()
-        return measure.Timing(50.0, 40.0, 60.0, None)
+        return Timing(50.0, 40.0, 60.0, None)
 
     monkeypatch.setattr(door, "time_calls", in_50_ms)
     result = CliRunner().invoke(app, ["bench", "train", *given, "--set", "train.batch_size=2"])
@@ -209,7 +221,7 @@ def test_all_rows_are_printed_and_written(config: Path, tmp_path: Path, monkeypa
 
 def test_a_rate_is_compared_with_the_peak(tmp_path: Path) -> None:
     table = door.Table(Console(quiet=True), {"rows": [], "matmul_flops_per_second": 800e12}, None)
-    table.add("row", measure.Timing(50.0, 40.0, 60.0, 7_000_000_000), 20 * 10**12)
+    table.add("row", Timing(50.0, 40.0, 60.0, 7_000_000_000), 20 * 10**12)
     assert table.report["rows"][0]["share_of_matmul"] == pytest.approx(0.5)
 
 
@@ -244,8 +256,8 @@ def test_the_least_that_training_takes(config: Path) -> None:
     learner, _ = learner_of(config)
     tensors = sum(parameter.numel() for parameter in learner.draft.parameters())
     tables = learner.draft.head_VD.numel() * 2  # type: ignore[union-attr]
-    assert measure.least_bytes(learner.run) == 16 * tensors + 4 * (tables + TOKENS * 4 * 32)
-    assert 10e9 < measure.least_bytes(door.measured_run(FLASH, 4096, 4, ())) < 12e9
+    assert least_bytes(learner.run) == 16 * tensors + 4 * (tables + TOKENS * 4 * 32)
+    assert 10e9 < least_bytes(door.measured_run(FLASH, 4096, 4, ())) < 12e9
 
 
 BLOCKED = """
