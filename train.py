@@ -28,7 +28,7 @@ from dspark.files import claim
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
-from dspark.train.batches import Share, read_windows
+from dspark.train.batches import Share, read_windows, with_feed
 from dspark.train.checkpoint import Progress as TrainingProgress
 from dspark.train.checkpoint import checkpoints, gather_state, load_checkpoint, save_checkpoint, use_average
 from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_after, start_trackers
@@ -71,7 +71,7 @@ def main(
 
 def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume: bool, probe: Probe | None) -> None:
     """Step until done and save; every process calls it, and no other run writes into the folder meanwhile."""
-    accelerator, run = learner.accelerator, learner.run
+    accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
     folder, is_main = run.train.folder, accelerator.is_main_process
     size, micro_steps = run.train.batch_size, run.train.accumulation_steps
     share = Share(size, micro_steps, accelerator.process_index, accelerator.num_processes)
@@ -84,7 +84,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         write_run_folder(run, launch)
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
-    metrics = PooledMetrics()
+    starts = share.starts(done.sequences_seen, run.train.steps - done.step)
+    metrics = PooledMetrics(learner.stopwatch)
     with progress_bar(run, done.step, is_main) as show:
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
@@ -92,8 +93,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             f"mixed precision: {accelerator.mixed_precision}{average_note(run.train)}"
             + bias_note(reader.manifest, run.objective)
         )
-        for window in read_windows(reader, run, share, share.starts(done.sequences_seen, run.train.steps - done.step)):
-            metrics.add(train_step(learner, window, done.step))
+        for window, feed in with_feed(read_windows(reader, run, share, starts, device), device):
+            metrics.add(train_step(learner, window, done.step, feed))
             done = TrainingProgress(done.step + 1, done.sequences_seen + share.sequences_per_step)
             is_saved = done.step % run.train.save_every_steps == 0 or done.step == run.train.steps
             is_probed = run.train.probe_every_steps and done.step % run.train.probe_every_steps == 0
@@ -101,13 +102,16 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
                 row = metrics.row(done.step, learning_rate(done.step - 1, run.train))
                 if is_probed:
                     row |= decode_and_keep_best(learner, probe, done.step, origin)
-                    metrics = PooledMetrics()  # its clock starts anew: the probe's time is not training's
+                    metrics = PooledMetrics(
+                        learner.stopwatch
+                    )  # its clock starts anew: the probe's time is not training's
                 accelerator.log(row, step=done.step)
                 if is_main:
                     append_row(folder, row)
                 show(describe(row), done.step)
             if is_saved:
                 save(learner, done)
+            learner.stopwatch.lap()  # so far nothing was waited for
     if run.train.ema_decay:
         use_average(learner.draft, learner.optimizer)
     if is_main:

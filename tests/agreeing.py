@@ -1,5 +1,7 @@
 """The comparison of draft and teacher left to autograd: the oracle of the fused one."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,29 @@ from dspark.config import ObjectiveSection
 from dspark.draft.anchors import BlockTargets, gather_positions, slot_positions
 from dspark.draft.model import DraftModel, DraftOutput
 from dspark.train import objective as room
-from dspark.train.objective import Agreement, Teacher
+from dspark.train.objective import Agreement, Metrics
+from dspark.train.slots import PIECE_NUMBERS, lay_out
+
+
+class Teacher(NamedTuple):
+    """What teaches a row of blocks, and where they stand."""
+
+    head_VD: Tensor
+    last_hidden_TD: Tensor
+    anchors_A: Tensor
+
+
+def objective(
+    output: DraftOutput,
+    teacher: Teacher,
+    targets: BlockTargets,
+    section: ObjectiveSection,
+    weight: float,
+    pooled: Tensor,
+) -> tuple[Tensor, Metrics]:
+    """The room's, with the slots laid out as for training on a CPU."""
+    slots = lay_out(targets, teacher.anchors_A, PIECE_NUMBERS["cpu"], len(teacher.head_VD))
+    return room.objective(output, room.Teacher(*teacher[:2]), slots, section, weight, pooled)
 
 
 def compare(draft_AKV: Tensor, teacher_AKV: Tensor, label_ids_AK: Tensor) -> Agreement:

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from agreeing import logits_of
+from agreeing import Teacher, logits_of
 from torch import Tensor
 
 from dspark.config import DraftConfig
 from dspark.draft.anchors import BlockTargets, block_targets
 from dspark.draft.model import DraftModel, DraftOutput
-from dspark.train.objective import Teacher
 
 CASES = ("mha_vanilla", "gqa_vanilla", "mha_gated", "mha_rnn")
 DTYPES = (torch.float64, torch.float32)

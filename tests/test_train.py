@@ -68,7 +68,7 @@ def half_way(place: Path, folder: Path) -> list[str]:
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [{key: value for key, value in row.items() if not key.endswith(("_per_second", "_share"))} for row in rows]
 
 
 def assert_same(folder: Path, expected: Path, tolerance: float) -> None:
@@ -142,6 +142,8 @@ def test_two_processes_learn_and_decode_what_one_does(place: Path, probed: Path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 x cpu, distributed: multi_cpu" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["communication_share"] < 1 for row in rows)
     assert_same(tmp_path / "run", probed, tolerance=1e-6)
     assert_same_best(tmp_path / "run", probed)
 

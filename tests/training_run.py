@@ -8,9 +8,12 @@ import yaml
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
 
 from dspark.config import RunConfig
+from dspark.distributed import start_accelerator
 from dspark.record.format import Manifest
 from dspark.record.writer import open_writer
 from dspark.target.loading import target_fingerprint
+from dspark.train.setup import fresh_draft, prepare
+from dspark.train.step import Learner
 from dspark.types import RecordedSequence
 
 WIDTH, TAPS = 32, (0, 2, 4)
@@ -108,6 +111,16 @@ def run_fields(folder: Path, **train: Any) -> dict[str, Any]:
 def make_run(folder: Path, **train: Any) -> RunConfig:
     """``run_fields`` as the program sees them."""
     return RunConfig.model_validate(run_fields(folder, **train))
+
+
+def make_learner(folder: Path, **train: Any) -> Learner:
+    """The run's draft before its first step, with made-up tables of the target."""
+    run = make_run(folder, **train)
+    draft = fresh_draft(run.draft, run.seed)
+    generator = torch.Generator().manual_seed(5)
+    shape = (run.draft.vocab_size, run.draft.hidden_size)
+    draft.bind(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    return prepare(start_accelerator(run.train, {}, ()), draft, run)
 
 
 def write_run(folder: Path, **train: Any) -> Path:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from dspark.kernels.transfer import onto
+
 CHUNK_TOKENS = 64
 """Tokens that a program of linear attention takes together; a sequence's last chunk may hold fewer."""
 
@@ -32,7 +34,5 @@ def lay_out(lengths: Sequence[int], device: torch.device, chunk_tokens: int = CH
             rows.append((first + place, min(chunk_tokens, length - place), sequence, place))
         first += length
         ends.append(len(rows))
-    tables = [torch.tensor(x, dtype=torch.int32) for x in (rows, ends)]
-    if device.type == "cuda":  # from pinned memory a copy waits for nothing
-        tables = [table.pin_memory().to(device, non_blocking=True) for table in tables]
+    tables = [onto(device, torch.tensor(x, dtype=torch.int32)) for x in (rows, ends)]
     return Chunks(tuple(lengths), chunk_tokens, *tables)

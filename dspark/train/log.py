@@ -1,7 +1,6 @@
 """What a run writes down while it trains: pooled metrics, the JSONL log, and one line for the eye."""
 
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from dspark.distributed import sum_over_ranks
 from dspark.errors import CheckpointError
 from dspark.files import write_whole
 from dspark.train.objective import Metrics
+from dspark.train.timing import KINDS, Stopwatch
 
 METRICS = "metrics.jsonl"
 DECODED = "decoded_acceptance_length"
@@ -22,9 +22,10 @@ Row = dict[str, float]
 class PooledMetrics:
     """Numerators and denominators since the last row, divided only when steps and ranks are summed."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopwatch: Stopwatch) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self._start_seconds = time.perf_counter()
+        self._stopwatch = stopwatch
+        stopwatch.restart()
 
     def add(self, metrics: Metrics) -> None:
         """Add one step's pairs; nothing is read back from the device."""
@@ -36,15 +37,18 @@ class PooledMetrics:
         """Pool over steps and ranks and start anew; every rank calls it and gets the same row.
 
         Besides the metrics, which are left out where nothing was counted, a row holds the steps done, the learning
-        rate, ``acceptance_length`` (estimated, with the bonus token) and ``tokens_per_second``.
+        rate, ``acceptance_length`` (estimated, with the bonus token), ``tokens_per_second``, and of every kind of work
+        that the stopwatch knows ``<kind>_share``, its part of the time since the last row.
         """
+        seconds, total_seconds = self._stopwatch.read()
+        scalar = self._sums["tokens"][0].new_tensor
+        self.add({f"{kind}_share": (scalar(spent), scalar(total_seconds)) for kind, spent in seconds.items()})
         names = sorted(self._sums)
         totals_M2 = sum_over_ranks(torch.stack([torch.stack(self._sums[name]) for name in names])).tolist()
         pooled = {name: top / bottom for name, (top, bottom) in zip(names, totals_M2, strict=True) if bottom}
-        now = time.perf_counter()
         del pooled["tokens"]
-        tokens_per_second = totals_M2[names.index("tokens")][0] / (now - self._start_seconds)
-        self._sums, self._start_seconds = {}, now
+        tokens_per_second = totals_M2[names.index("tokens")][0] / total_seconds
+        self._sums = {}
         accepted = pooled.get("expected_acceptance_ratio", 0.0)
         row = {"step": step, "learning_rate": rate, "acceptance_length": 1 + accepted}
         return row | {"tokens_per_second": tokens_per_second} | pooled
@@ -87,9 +91,11 @@ def drop_rows_after(folder: Path, step: int) -> None:
 
 
 def describe(row: Row) -> str:
-    """A row in one line: loss, acceptance length (and the decoded one, if any), speed, learning rate."""
+    """A row in one line: loss, acceptance length (and the decoded one, if any), speed, learning rate, shares."""
+    shares = [f"{kind.replace('_', ' ')} {row[f'{kind}_share']:.0%}" for kind in KINDS if f"{kind}_share" in row]
     decoded = f" ({row[DECODED]:.2f} decoded)" if DECODED in row else ""
     return (
         f"step {row['step']}  loss {row['loss']:.4f}  acceptance length {row['acceptance_length']:.2f}{decoded}  "
         f"{row['tokens_per_second']:,.0f} tokens/s  learning rate {row['learning_rate']:.2e}"
+        f"{'  ' * bool(shares)}{', '.join(shares)}"
     )

@@ -12,8 +12,8 @@ from torch import Tensor
 from dspark.config import ObjectiveSection
 from dspark.draft.anchors import BlockTargets
 from dspark.draft.model import DraftOutput
-from dspark.kernels.agreement import Figures, Slopes, judge
-from dspark.train.slots import PIECE_NUMBERS, Slots, lay_out
+from dspark.kernels.agreement import Figures, Piece, Slopes, judge
+from dspark.train.slots import Slots
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 EPSILON = 1e-6
@@ -35,13 +35,11 @@ class Agreement(NamedTuple):
 class Teacher(NamedTuple):
     """What the target says: its head, and its last hidden states at the positions of the batch.
 
-    The teacher of slot j of the block anchored at p is the state at p + j, which predicts p + j + 1. anchors_A is on
-    the CPU.
+    The teacher of slot j of the block anchored at p is the state at p + j, which predicts p + j + 1.
     """
 
     head_VD: Tensor
     last_hidden_TD: Tensor
-    anchors_A: Tensor
 
 
 def slot_weights(valid_AK: Tensor, decay_positions: float) -> Tensor:
@@ -50,7 +48,7 @@ def slot_weights(valid_AK: Tensor, decay_positions: float) -> Tensor:
     return valid_AK * torch.exp(-slots_K / decay_positions)
 
 
-def denominators(targets: BlockTargets, decay_positions: float) -> Tensor:
+def denominators(targets: BlockTargets | Slots, decay_positions: float) -> Tensor:
     """Sum of slot weights and number of blocks with a valid slot, float64 [2], known before any forward pass.
 
     The caller hands their sum over ranks and accumulation window to ``objective``: the sum of the losses of all ranks
@@ -104,7 +102,7 @@ def expected_acceptance_ratio(agreement: Agreement, valid_AK: Tensor) -> Tensor:
 def objective(
     output: DraftOutput,
     teacher: Teacher,
-    targets: BlockTargets,
+    slots: Slots,
     section: ObjectiveSection,
     acceptance_weight: float,
     pooled: Tensor,
@@ -115,24 +113,21 @@ def objective(
     slot of 1 - E / block_size, divided by pooled[1]; E counts valid slots only and block_size is the full width, so a
     block cut short scores low but its gradient weighs like any other's. Nothing is computed of slots that are not
     valid, and the teacher's logits of a position once for all slots of a piece that it teaches.
-    Shapes: targets on the CPU; pooled float64 [2], ``denominators`` summed over ranks and window. acceptance_weight is
-    section.acceptance_length after its warm-up; it may be 0.
+    Shapes: all tensors on the draft's device, where nothing is waited for; pooled float64 [2], ``denominators`` summed
+    over ranks and window. acceptance_weight is section.acceptance_length after its warm-up; it may be 0.
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
-    device = output.hidden_AKD.device
-    numbers = PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"]
-    slots = lay_out(targets.valid_AK, teacher.anchors_A, numbers, len(teacher.head_VD)).to(device)
     dtype = torch.promote_types(output.markov_VR.dtype, torch.float32)
-    local_weight, local_blocks = denominators(targets, section.decay_positions)
-    valid_AK = targets.valid_AK.to(device, non_blocking=True)
+    local_weight, local_blocks = denominators(slots, section.decay_positions)
+    valid_AK = slots.valid_AK
     weights_AK = slot_weights(valid_AK, section.decay_positions).to(dtype)
     weight, num_blocks = (pooled[0] + EPSILON).to(dtype), pooled[1].clamp(min=1).to(dtype)
     scales = Scales(weights_AK, weight, acceptance_weight / num_blocks / valid_AK.shape[-1])
     hidden_ND, mixed_NR = (x.flatten(0, 1)[slots.places_N] for x in (output.hidden_AKD, output.mixed_AKR))
     tables = (teacher.head_VD, output.markov_VR, teacher.last_hidden_TD[slots.teachers_M])
-    labels_N = targets.label_ids_AK.to(device, non_blocking=True).flatten()[slots.places_N]
+    pieces = [Piece(rows, teachers, slots.teacher_rows_N[rows]) for rows, teachers in slots.pieces]
     price = partial(slopes, section=section, scales=scales, slots=slots)
-    pull, figures = judge(hidden_ND, mixed_NR, *tables, labels_N, slots.pieces, price)
+    pull, figures = judge(hidden_ND, mixed_NR, *tables, slots.labels_N, pieces, price)
     agreement = Agreement(*(_on_grid(x_N, slots.places_N, valid_AK.shape) for x_N in figures))
     terms = {
         "cross_entropy": cross_entropy(agreement, weights_AK),

@@ -10,6 +10,7 @@ from dspark.errors import ConfigError, RecordError
 from dspark.record.format import Manifest
 from dspark.train.optimizer import build_optimizer, keep_average
 from dspark.train.step import Learner
+from dspark.train.timing import Stopwatch
 
 SMALLEST_MASK_ROW = 1e-2
 """Least norm of the mask token's embedding, as a part of the median row's; below it the slots cannot be told apart."""
@@ -75,4 +76,4 @@ def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Lear
     if run.train.ema_decay:
         inner = optimizer.optimizer
         keep_average(getattr(inner, "optimizer", inner), run.train.ema_decay)  # ZeRO's holds the one that moves
-    return Learner(accelerator, draft, wrapped, optimizer, run)
+    return Learner(accelerator, draft, wrapped, optimizer, run, Stopwatch(accelerator.device, wrapped))

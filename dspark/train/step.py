@@ -1,6 +1,6 @@
 """One optimisation step: forward and backward over the accumulation window, then, if all is finite, the move."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,25 @@ from dspark.config import RunConfig
 from dspark.distributed import gather_over_ranks, sum_over_ranks, world_size
 from dspark.draft.model import DraftModel, DraftOutput
 from dspark.errors import TrainingError
-from dspark.train.batches import Batch
+from dspark.kernels.transfer import onto
+from dspark.train.batches import Batch, copied_ahead
 from dspark.train.objective import Metrics, Teacher, denominators, objective
 from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
+from dspark.train.timing import Stopwatch
 
 
 @dataclass(frozen=True)
 class Learner:
-    """What a step works on: the draft, the same draft and its optimizer as accelerate prepared them, and the run."""
+    """What a step works on: the draft, the same draft and its optimizer as accelerate prepared them, the run, and the
+    clock on which the step's parts are timed.
+    """
 
     accelerator: Accelerator
     draft: DraftModel
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     run: RunConfig
+    stopwatch: Stopwatch
 
     @property
     def engine(self) -> Any:
@@ -35,45 +40,52 @@ class Learner:
         return self.wrapped if self.accelerator.distributed_type == DistributedType.DEEPSPEED else None
 
 
-def train_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
+def train_step(learner: Learner, window: Sequence[Batch], step: int, feed: Iterator[Batch] | None = None) -> Metrics:
     """Take step ``step`` on this process's micro-batches; every process calls it with its own.
 
     Losses are summed over processes and micro-steps and divided by denominators pooled over all of them beforehand, so
-    the gradient does not depend on how the sequences were split.
+    the gradient does not depend on how the sequences were split. The window is on the host; ``feed`` gives the same
+    batches on the device, and is made of the window if the caller has none that goes on behind it.
     Returns: this process's (numerator, denominator) pairs, detached, to be summed before dividing.
     Raises: TrainingError on every process when a loss or gradient is not finite; the optimizer has not moved then.
     """
-    run, device = learner.run, learner.accelerator.device
-    local = torch.stack([denominators(batch.targets, run.objective.decay_positions) for batch in window]).sum(0)
-    pooled = sum_over_ranks(local.to(device))
-    losses, metrics = [], []
+    run, device, clock = learner.run, learner.accelerator.device, learner.stopwatch
+    clock.lap("data_wait")
+    local = torch.stack([denominators(batch.slots, run.objective.decay_positions) for batch in window]).sum(0)
+    pooled = sum_over_ranks(onto(device, local))
+    clock.lap("communication")
+    feed = copied_ahead(window, device) if feed is None else feed
+    one, losses, metrics = torch.ones((), device=device), [], []
     for place, batch in enumerate(window):
         is_last = place == len(window) - 1
-        loss, found = micro_step(learner, batch, batch.to(device), pooled, step, is_last)
+        loss, found = micro_step(learner, next(feed), pooled, step, is_last)  # no name: the next one needs its memory
         losses.append(loss)
-        metrics.append(found | {"tokens": (torch.tensor(float(len(batch.ids_T))), torch.ones(()))})
+        metrics.append(found | {"tokens": (one * len(batch.ids_T), one)})
     _refuse_non_finite_losses(torch.stack(losses), window, step)
+    clock.lap("communication")
     set_learning_rate(learner.optimizer, learning_rate(step, run.train))
     norm = _move(learner, window, step)
-    share = torch.tensor(1 / world_size())
+    clock.lap("optimizer")
+    share = one / world_size()
     once = {"loss": (torch.stack(losses).sum(), share), "gradient_norm": (norm * share, share)}
     return _summed([*metrics, once], device)
 
 
-def micro_step(
-    learner: Learner, batch: Batch, here: Batch, pooled: Tensor, step: int, is_last: bool
-) -> tuple[Tensor, Metrics]:
+def micro_step(learner: Learner, here: Batch, pooled: Tensor, step: int, is_last: bool) -> tuple[Tensor, Metrics]:
     """Forward and backward of one micro-batch; its gradients are added to those that are there.
 
-    ``here`` is ``batch`` with its tensors on the device, pooled the step's denominators on it.
-    Returns: the loss and what to log, detached.
+    ``here`` is on the device, and so are the step's denominators, pooled. Returns: the loss and what to log, detached.
     """
+    clock = learner.stopwatch
+    clock.lap("data_wait")
     with gradient_exchange(learner, is_last):
-        loss, found = judge_blocks(learner, draft_blocks(learner, here), batch, here, pooled, step)
+        loss, found = judge_blocks(learner, draft_blocks(learner, here), here, pooled, step)
+        clock.lap("forward")
         if learner.engine:
             learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
         else:
             torch.autograd.backward(loss * world_size())
+    clock.lap("communication" if is_last and clock.sees_exchange else "backward")
     return loss.detach(), found
 
 
@@ -84,14 +96,14 @@ def draft_blocks(learner: Learner, here: Batch) -> DraftOutput:
 
 
 def judge_blocks(
-    learner: Learner, output: DraftOutput, batch: Batch, here: Batch, pooled: Tensor, step: int
+    learner: Learner, output: DraftOutput, here: Batch, pooled: Tensor, step: int
 ) -> tuple[Tensor, Metrics]:
-    """The loss of what the draft said and what to log of it, as ``objective``; batch, here as ``micro_step``'s."""
+    """The loss of what the draft said about a batch and what to log of it, as ``objective``."""
     section = learner.run.objective
     assert learner.draft.head_VD is not None
-    teacher = Teacher(learner.draft.head_VD, here.last_hidden_TD, batch.anchors_A)
+    teacher = Teacher(learner.draft.head_VD, here.last_hidden_TD)
     with learner.accelerator.autocast():
-        return objective(output, teacher, batch.targets, section, acceptance_weight(step, section), pooled)
+        return objective(output, teacher, here.slots, section, acceptance_weight(step, section), pooled)
 
 
 def gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:

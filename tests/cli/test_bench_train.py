@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dspark.cli.bench import train as door
 from dspark.cli.main import app
 from dspark.config import RunConfig
 from dspark.distributed import start_accelerator
+from dspark.draft.anchors import BlockTargets
 from dspark.errors import ConfigError, DsparkError
 from dspark.train.batches import Batch, Share, read_window, window_draws
 from dspark.train.measure import (
@@ -76,16 +78,22 @@ def test_a_micro_step_of_the_flash_draft_takes_the_operations_that_were_worked_o
     run = door.measured_run(FLASH, 4096, 4, ())
     record = ids_alone(run)
     batch = read_window(record, run, 0, Share(1, 1, 0, 1))[0]
-    found = count_operations(run.draft, batch, "cuda")
-    teachers = lay_out(batch.targets.valid_AK, batch.anchors_A, 1 << 40, run.draft.vocab_size).teachers_M
+    batch = replace(batch, slots=lay_out(targets_of(batch), batch.anchors_A, 1 << 27, run.draft.vocab_size))
+    found = count_operations(run.draft, batch)
+    teachers = lay_out(targets_of(batch), batch.anchors_A, 1 << 40, run.draft.vocab_size).teachers_M
     assert 2600 < len(teachers) < 2800
-    draft_alone = 4 * 2560 * 157184 * int(batch.targets.valid_AK.sum())  # measured-h200 has a teacher row a slot
+    draft_alone = 4 * 2560 * 157184 * int(batch.slots.valid_AK.sum())  # measured-h200 has a teacher row a slot
     as_there = found | {"head": draft_alone * 3 // 2}
     assert sum(as_there.values()) / 1e12 == pytest.approx(27.4, rel=0.01)
     for part, wanted in {"head": 9.9, "markov": 1.0, "body": 10.9, "context": 2.6, "attention": 2.4}.items():
         assert as_there[part] / 1e12 == pytest.approx(wanted, rel=0.03), part
     shared = draft_alone + 2 * 2560 * 157184 * len(teachers)
     assert shared < found["head"] < 1.1 * shared  # a position that two pieces share is computed in both
+
+
+def targets_of(batch: Batch) -> BlockTargets:
+    """The targets that the batch was laid out from, all labels alike."""
+    return BlockTargets(torch.zeros_like(batch.slots.valid_AK, dtype=torch.int64), batch.slots.valid_AK)
 
 
 def ids_alone(run: RunConfig) -> Any:
@@ -98,7 +106,7 @@ def test_operations_are_those_that_a_counter_sees(config: Path) -> None:
     for kind in ("vanilla", "gated", "rnn"):
         learner, record = learner_of(config, f"draft.markov_head_type={kind}")
         micro = MicroStep(learner, record)
-        found = count_operations(learner.run.draft, micro.batch, "cpu")
+        found = count_operations(learner.run.draft, micro.batch)
         with FlopCounterMode(display=False) as loss:
             micro.loss()
         in_place = found["markov"] // 3  # the counter does not see a product that is added in place
@@ -119,7 +127,7 @@ def test_attention_is_counted_by_what_every_slot_sees(config: Path) -> None:
     assert len(context) == 6
     seen = sum(4 * (tokens + 4) for tokens in context)
     width = 4 * 8  # of all heads
-    assert count_operations(run.draft, batch, "cpu")["attention"] == (2 + 5) * 2 * width * seen * 2  # in two layers
+    assert count_operations(run.draft, batch)["attention"] == (2 + 5) * 2 * width * seen * 2  # in two layers
 
 
 def test_the_two_halves_hold_every_gradient_of_the_whole(config: Path) -> None:
@@ -160,10 +168,10 @@ def test_whole_steps_move_the_draft_and_read_the_record_in_training_s_order(
     learner, record = learner_of(config)
     places, drawn = [], []
 
-    def step(learner: Learner, window: Sequence[Batch], place: int) -> Metrics:
+    def step(learner: Learner, window: Sequence[Batch], place: int, feed: Iterator[Batch]) -> Metrics:
         places.append(place)
         drawn.extend(index for batch in window for index in batch.indices)
-        return train_step(learner, window, place)
+        return train_step(learner, window, place, feed)
 
     monkeypatch.setattr(parts, "train_step", step)
     before = learner.draft.fc.weight.detach().clone()

@@ -1,13 +1,25 @@
 """Which sequences a step reads, with which anchors, and that neither depends on how the work is split."""
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from training_run import LENGTHS, make_run, make_sequences
 
-from dspark.train.batches import Draw, Share, read_batch, read_window, read_windows, window_draws
+from dspark.train.batches import (
+    Batch,
+    Draw,
+    Share,
+    copied_ahead,
+    read_batch,
+    read_window,
+    read_windows,
+    window_draws,
+    with_feed,
+)
 
 
 def stream(num_sequences: int, seed: int, count: int) -> list[Draw]:
@@ -36,38 +48,39 @@ def test_a_step_reads_the_same_sequences_however_it_is_split(
 
 def test_anchors_depend_on_seed_pass_and_sequence_only(tmp_path: Path) -> None:
     sequences = make_sequences()
-    train = make_run(tmp_path).train
-    alone = read_batch(sequences, [Draw(0, 3)], train, 4, seed=1)
-    among = read_batch(sequences, [Draw(0, 1), Draw(0, 3)], train, 4, seed=1)
+    run = make_run(tmp_path)
+    alone = read_batch(sequences, [Draw(0, 3)], run)
+    among = read_batch(sequences, [Draw(0, 1), Draw(0, 3)], run)
     assert torch.equal(among.anchors_A[among.starts_A > 0] - LENGTHS[1], alone.anchors_A)
-    for draw, seed in ((Draw(1, 3), 1), (Draw(0, 3), 2)):
-        assert not torch.equal(read_batch(sequences, [draw], train, 4, seed).anchors_A, alone.anchors_A)
+    for draw, seed in ((Draw(1, 3), run.seed), (Draw(0, 3), run.seed + 1)):
+        other = read_batch(sequences, [draw], run.model_copy(update={"seed": seed}))
+        assert not torch.equal(other.anchors_A, alone.anchors_A)
 
 
 def test_a_batch_holds_its_sequences_in_one_row_without_padding(tmp_path: Path) -> None:
-    sequences, train = make_sequences(), make_run(tmp_path).train
-    alone = [read_batch(sequences, [Draw(0, index)], train, 4, seed=1) for index in (0, 1)]
-    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 1)], train, 4, seed=1)
+    sequences, run = make_sequences(), make_run(tmp_path)
+    alone = [read_batch(sequences, [Draw(0, index)], run) for index in (0, 1)]
+    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 1)], run)
     assert batch.indices == (0, 1)
     for name in ("ids_T", "taps_TLD", "last_hidden_TD"):
         assert torch.equal(getattr(batch, name), torch.cat([getattr(sequence, name) for sequence in sequences[:2]]))
     assert batch.positions_T.tolist() == [*range(LENGTHS[0]), *range(LENGTHS[1])]
     assert batch.starts_A.tolist() == [0] * len(alone[0].anchors_A) + [LENGTHS[0]] * len(alone[1].anchors_A)
     assert torch.equal(batch.anchors_A, torch.cat([alone[0].anchors_A, LENGTHS[0] + alone[1].anchors_A]))
-    for name in ("label_ids_AK", "valid_AK"):
-        assert torch.equal(getattr(batch.targets, name), torch.cat([getattr(each.targets, name) for each in alone]))
+    for name in ("labels_N", "valid_AK"):
+        assert torch.equal(getattr(batch.slots, name), torch.cat([getattr(each.slots, name) for each in alone]))
     # The short sequence supervises six tokens: five may follow an anchor.
     assert len(alone[0].anchors_A) == 5
-    assert len(alone[1].anchors_A) == train.num_anchors
+    assert len(alone[1].anchors_A) == run.train.num_anchors
 
 
 def test_sequences_without_an_anchor_give_one_block_that_counts_nothing(tmp_path: Path) -> None:
     sequences = make_sequences()
     for sequence in sequences:
         sequence.loss_mask_T[:] = False
-    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path).train, 4, seed=1)
+    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path))
     assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0], [0])
-    assert batch.targets.valid_AK.tolist() == [[False] * 4]
+    assert batch.slots.valid_AK.tolist() == [[False] * 4]
 
 
 def test_windows_read_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Path) -> None:
@@ -78,3 +91,66 @@ def test_windows_read_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Pa
         alone = read_window(sequences, run, start, share)
         assert [batch.indices for batch in window] == [batch.indices for batch in alone]
         assert all(torch.equal(a.anchors_A, b.anchors_A) for a, b in zip(window, alone, strict=True))
+
+
+def test_a_cpu_is_fed_the_very_batches_of_the_windows_and_none_before_it_is_asked_for(tmp_path: Path) -> None:
+    run, sequences = make_run(tmp_path), make_sequences()
+    given, taken = read_window(sequences, run, 0, Share(2, 3, 0, 1)), []
+
+    def reading() -> Iterator[Batch]:
+        for batch in given:
+            taken.append(batch)
+            yield batch
+
+    for count, batch in enumerate(copied_ahead(reading(), torch.device("cpu"))):
+        assert batch is given[count]
+        assert len(taken) == count + 1
+    assert len(taken) == 3
+
+
+def test_the_feed_of_windows_gives_their_batches_and_goes_on_behind_them(tmp_path: Path) -> None:
+    run, share = make_run(tmp_path), Share(1, 2, 0, 1)
+    windows = [read_window(make_sequences(), run, start, share) for start in (0, 2, 4)]
+    given = list(with_feed(iter(windows), torch.device("cpu")))
+    assert [window for window, _ in given] == windows
+    fed = [next(feed) for window, feed in given for _ in window]
+    assert all(a is b for a, b in zip(fed, [batch for window in windows for batch in window], strict=True))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has streams")
+NUMBERS = 1 << 26
+
+
+def large_batches(tmp_path: Path) -> list[Batch]:
+    """Six batches, pinned, of which each takes a GPU milliseconds to get; number i is full of i."""
+    gpu = torch.device("cuda")
+    (batch,) = read_window(make_sequences(), make_run(tmp_path), 0, Share(1, 1, 0, 1), gpu)
+    return [replace(batch, taps_TLD=torch.full((NUMBERS,), float(i)).pin_memory()) for i in range(6)]
+
+
+@needs_gpu
+def test_what_a_gpu_reads_early_and_late_in_a_micro_step_is_what_was_read_from_the_record(tmp_path: Path) -> None:
+    given, found = large_batches(tmp_path), []
+    feed = copied_ahead(given, torch.device("cuda"))
+    for _ in given:
+        here = next(feed)
+        early = here.taps_TLD[-1].clone()  # a copy that was not waited for is not there yet
+        torch.cuda._sleep(40_000_000)
+        found.append((early, here.taps_TLD.sum(), here.slots.labels_N.clone(), here.ids_T.clone()))
+        del here  # memory that is filled again too early has the next one's numbers when the sum is made
+    for i, (batch, (early, total, labels_N, ids_T)) in enumerate(zip(given, found, strict=True)):
+        assert (float(early), float(total)) == (i, i * NUMBERS)
+        assert torch.equal(labels_N.cpu(), batch.slots.labels_N)
+        assert torch.equal(ids_T.cpu(), batch.ids_T)
+
+
+@needs_gpu
+def test_two_batches_are_on_the_gpu_at_a_time_however_far_the_host_is_ahead(tmp_path: Path) -> None:
+    given = large_batches(tmp_path)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    feed = copied_ahead(given, torch.device("cuda"))
+    for _ in given:
+        next(feed)
+        torch.cuda._sleep(40_000_000)
+    assert 1.9 < (torch.cuda.max_memory_allocated() - before) / (4 * NUMBERS) < 2.1

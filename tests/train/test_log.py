@@ -6,6 +6,11 @@ from pathlib import Path
 import torch
 
 from dspark.train.log import DECODED, PooledMetrics, append_row, describe, drop_rows_after
+from dspark.train.timing import Stopwatch
+
+
+def stopwatch() -> Stopwatch:
+    return Stopwatch(torch.device("cpu"), torch.nn.Identity())
 
 
 def pair(numerator: float, denominator: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -13,7 +18,7 @@ def pair(numerator: float, denominator: float) -> tuple[torch.Tensor, torch.Tens
 
 
 def test_numerators_and_denominators_are_summed_before_the_division() -> None:
-    pooled = PooledMetrics()
+    pooled = PooledMetrics(stopwatch())
     for acceptance, tokens in ((pair(1.0, 1.0), 10.0), (pair(1.0, 9.0), 30.0)):
         pooled.add({"expected_acceptance_ratio": acceptance, "tokens": pair(tokens, 1.0), "never": pair(0.0, 0.0)})
     row = pooled.row(step=4, rate=0.5)
@@ -25,7 +30,7 @@ def test_numerators_and_denominators_are_summed_before_the_division() -> None:
 
 
 def test_a_row_starts_anew() -> None:
-    pooled = PooledMetrics()
+    pooled = PooledMetrics(stopwatch())
     for value in (1.0, 3.0):
         pooled.add({"loss": pair(value, 1.0), "tokens": pair(1.0, 1.0)})
         assert pooled.row(step=1, rate=0.5)["loss"] == value
@@ -47,3 +52,5 @@ def test_the_line_for_the_eye_has_loss_acceptance_speed_and_rate() -> None:
     shown = "step 3  loss 1.2500  acceptance length 2.50  1,234 tokens/s  learning rate 6.00e-04"
     assert describe(row) == shown
     assert "acceptance length 2.50 (2.25 decoded)  1,234" in describe(row | {DECODED: 2.25})
+    shares = {"data_wait_share": 0.014, "forward_share": 0.5, "backward_share": 0.3}
+    assert describe(row | shares) == f"{shown}  data wait 1%, forward 50%, backward 30%"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreeing import compare, logits_of, plain_loss, teacher_logits
+from agreeing import Teacher, compare, logits_of, objective, plain_loss, teacher_logits
 from golden_draft import CASES, DTYPES, LOSSES, GoldenCase, close, golden_case
 from torch import Tensor
 
@@ -18,17 +18,16 @@ from dspark.train import objective as room
 from dspark.train.objective import (
     Agreement,
     Metrics,
-    Teacher,
     confidence_bce,
     cross_entropy,
     denominators,
     expected_acceptance_ratio,
     expected_acceptance_teacher_forced,
     forward_kl,
-    objective,
     slot_weights,
     total_variation,
 )
+from dspark.train.slots import PIECE_NUMBERS
 
 DEEPSPEC = ObjectiveSection(**LOSSES)
 EVERYTHING = ObjectiveSection(cross_entropy=0.3, forward_kl=1.0, total_variation=0.7, confidence=1.0)
@@ -137,7 +136,7 @@ def test_gradients_with_respect_to_the_logits_are_deepspecs(dspark_golden: dict[
 def test_loss_and_gradients_are_autograds_however_the_slots_are_cut(
     dspark_golden: dict[str, Any], form: str, numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(room.PIECE_NUMBERS, "cpu", numbers)
+    monkeypatch.setitem(PIECE_NUMBERS, "cpu", numbers)
     case = golden_case(dspark_golden, "mha_rnn", torch.float64)
     section = EVERYTHING.model_copy(update={"acceptance_length": 0.5, "acceptance_form": form})
     inputs = (case.teacher(), case.targets(), section, 0.4, denominators(case.targets(), 4.0))

@@ -4,11 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.draft.anchors import slot_positions
+from dspark.draft.anchors import BlockTargets, slot_positions
 from dspark.train.objective import _expected_length, length_slopes
-from dspark.train.slots import lay_out
+from dspark.train.slots import Slots, lay_out
 
 VOCAB_SIZE, NUM_TOKENS = 11, 30
+
+
+def cut(valid_AK: Tensor, anchors_A: Tensor, numbers: int) -> Slots:
+    labels_AK = torch.arange(valid_AK.numel()).view(valid_AK.shape)
+    return lay_out(BlockTargets(labels_AK, valid_AK), anchors_A, numbers, VOCAB_SIZE)
 
 
 def random_blocks(seed: int) -> tuple[Tensor, Tensor]:
@@ -23,32 +28,34 @@ def random_blocks(seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_hold_every_valid_slot_once_and_whole_blocks(numbers: int, seed: int) -> None:
     valid_AK, anchors_A = random_blocks(seed)
-    slots = lay_out(valid_AK, anchors_A, numbers, VOCAB_SIZE)
+    slots = cut(valid_AK, anchors_A, numbers)
     assert torch.equal(slots.places_N, valid_AK.flatten().nonzero()[:, 0])
+    assert torch.equal(slots.labels_N, slots.places_N)
+    assert torch.equal(slots.valid_AK, valid_AK)
     assert slots.blocks == (slots.places_N // 3).tolist()
     end = teacher_end = 0
-    for piece in slots.pieces:
-        assert (piece.rows.start, piece.teachers.start) == (end, teacher_end)
-        end, teacher_end = piece.rows.stop, piece.teachers.stop
-        assert piece.rows.start < piece.rows.stop
+    for rows, teachers in slots.pieces:
+        assert (rows.start, teachers.start) == (end, teacher_end)
+        end, teacher_end = rows.stop, teachers.stop
+        assert rows.start < rows.stop
         assert end == len(slots.blocks) or slots.blocks[end] != slots.blocks[end - 1]
-        assert slots.blocks[end - 1] - slots.blocks[piece.rows.start] < max(1, numbers // (3 * VOCAB_SIZE))
+        assert slots.blocks[end - 1] - slots.blocks[rows.start] < max(1, numbers // (3 * VOCAB_SIZE))
     assert (end, teacher_end) == (len(slots.places_N), len(slots.teachers_M))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_slot_is_taught_by_the_state_at_its_position_and_rows_are_shared(seed: int) -> None:
     valid_AK, anchors_A = random_blocks(seed)
-    slots = lay_out(valid_AK, anchors_A, 200, VOCAB_SIZE)
+    slots = cut(valid_AK, anchors_A, 200)
     expected_N = slot_positions(anchors_A, 3)[valid_AK]
-    for piece in slots.pieces:
-        rows_M = slots.teachers_M[piece.teachers]
-        assert torch.equal(rows_M[piece.teacher_rows_P], expected_N[piece.rows])
+    for rows, teachers in slots.pieces:
+        rows_M = slots.teachers_M[teachers]
+        assert torch.equal(rows_M[slots.teacher_rows_N[rows]], expected_N[rows])
         assert len(rows_M.unique()) == len(rows_M)  # type: ignore[no-untyped-call]
 
 
 def test_nothing_valid_gives_no_piece() -> None:
-    slots = lay_out(torch.zeros(4, 3, dtype=torch.bool), torch.zeros(4, dtype=torch.long), 100, 11)
+    slots = cut(torch.zeros(4, 3, dtype=torch.bool), torch.zeros(4, dtype=torch.long), 100)
     assert (slots.pieces, slots.blocks, len(slots.teachers_M)) == ([], [], 0)
 
 

@@ -8,30 +8,21 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from training_run import make_run, make_sequences
+from training_run import make_learner, make_sequences
 
-from dspark.distributed import start_accelerator
+from dspark.draft import backbone
 from dspark.errors import TrainingError
 from dspark.train import objective as room
-from dspark.train.batches import Batch, Share, read_batch, window_draws
-from dspark.train.setup import fresh_draft, prepare
-from dspark.train.step import Learner, train_step
-
-
-def make_learner(folder: Path, **train: Any) -> Learner:
-    run = make_run(folder, **train)
-    draft = fresh_draft(run.draft, run.seed)
-    generator = torch.Generator().manual_seed(5)
-    shape = (run.draft.vocab_size, run.draft.hidden_size)
-    draft.bind(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
-    return prepare(start_accelerator(run.train, {}, ()), draft, run)
+from dspark.train.batches import Batch, Draw, Share, copied_ahead, read_batch, window_draws
+from dspark.train.objective import denominators
+from dspark.train.step import Learner, micro_step, train_step
 
 
 def make_window(learner: Learner) -> list[Batch]:
     train, sequences = learner.run.train, make_sequences()
     share = Share(train.batch_size, train.accumulation_steps, 0, 1)
     return [
-        read_batch(sequences, draws, train, learner.run.draft.block_size, 0)
+        read_batch(sequences, draws, learner.run, learner.accelerator.device)
         for draws in window_draws(len(sequences), 0, 0, share)
     ]
 
@@ -151,9 +142,10 @@ def test_layers_computed_again_give_the_same_gradient_to_the_bit(tmp_path: Path)
 
 def test_a_step_without_a_valid_slot_learns_nothing(tmp_path: Path) -> None:
     learner = make_learner(tmp_path)
-    window = make_window(learner)
-    for batch in window:
-        batch.targets.valid_AK[:] = False
+    sequences = make_sequences()
+    for sequence in sequences:
+        sequence.loss_mask_T[:] = False
+    window = [read_batch(sequences, [Draw(0, index)], learner.run) for index in range(4)]
     assert float(train_step(learner, window, step=2)["loss"][0]) == 0.0
     assert not gradients(learner).any()
 
@@ -179,3 +171,22 @@ def test_under_autocast_the_objective_runs_in_it_too_and_gradients_stay_near(
     assert set(seen[: len(seen) // 2]) == {False}
     assert set(seen[len(seen) // 2 :]) == {True}
     assert 1e-4 < float((found[1] - found[0]).norm() / found[0].norm()) < 5e-2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU works behind its host")
+def test_a_micro_step_is_handed_to_the_gpu_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention is a stand-in: whether that waits is its own test's matter."""
+    monkeypatch.setattr(backbone, "anchor_attention", lambda q_NHE, *others: q_NHE + 0 * sum(x.sum() for x in others))
+    learner = make_learner(tmp_path)
+    train_step(learner, make_window(learner), step=0)  # what is made once may wait
+    window, section = make_window(learner), learner.run.objective
+    pooled = denominators(window[0].slots, section.decay_positions).to(learner.accelerator.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        feed = copied_ahead(window, learner.accelerator.device)
+        for _ in window:
+            micro_step(learner, next(feed), pooled, step=2, is_last=False)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            pooled.tolist()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -2,10 +2,9 @@
 
 from dspark.config import DraftConfig
 from dspark.train.batches import Batch
-from dspark.train.slots import PIECE_NUMBERS, lay_out
 
 
-def count_operations(config: DraftConfig, batch: Batch, device_type: str) -> dict[str, int]:
+def count_operations(config: DraftConfig, batch: Batch) -> dict[str, int]:
     """Floating-point operations of a micro-step's products, forward and backward, by part; a multiply-add is two.
 
     ``head`` the frozen head on every valid slot, on every teacher row that the slots' layout keeps (one for all slots
@@ -20,9 +19,7 @@ def count_operations(config: DraftConfig, batch: Batch, device_type: str) -> dic
     """
     width, vocab, rank = config.hidden_size, config.vocab_size, config.markov_rank
     num_tokens, num_blocks, num_slots = len(batch.ids_T), len(batch.anchors_A), config.block_size
-    numbers = PIECE_NUMBERS["cuda" if device_type == "cuda" else "cpu"]
-    slots = lay_out(batch.targets.valid_AK, batch.anchors_A, numbers, vocab)
-    valid, teachers = len(slots.places_N), len(slots.teachers_M)
+    valid, teachers = len(batch.slots.places_N), len(batch.slots.teachers_M)
     queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     layer = width * (2 * queries + 2 * keys + 3 * config.intermediate_size)
     mixing = {"vanilla": 0, "gated": (width + rank) * rank, "rnn": (width + 2 * rank) * 3 * rank}

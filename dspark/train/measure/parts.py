@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dspark.draft.model import DraftOutput
-from dspark.train.batches import Record, Share, read_window, read_windows
+from dspark.kernels.transfer import onto
+from dspark.train.batches import Record, Share, copied_ahead, read_window, read_windows, with_feed
 from dspark.train.log import PooledMetrics
 from dspark.train.measure import clock
 from dspark.train.objective import denominators
@@ -24,9 +25,9 @@ class MicroStep:
 
     def __init__(self, learner: Learner, record: Record) -> None:
         self.learner, device = learner, learner.accelerator.device
-        self.batch = read_window(record, learner.run, 0, share_of(learner))[0]
-        self.here = self.batch.to(device)
-        self.pooled = denominators(self.batch.targets, learner.run.objective.decay_positions).to(device)
+        self.batch = read_window(record, learner.run, 0, share_of(learner), device)[0]
+        self.here = next(copied_ahead([self.batch], device))
+        self.pooled = onto(device, denominators(self.batch.slots, learner.run.objective.decay_positions))
         with torch.no_grad():
             said = draft_blocks(learner, self.here)
         *three, confidence = said
@@ -46,12 +47,12 @@ class MicroStep:
 
     def whole(self) -> Tensor:
         """Forward and backward, as ``train_step`` does them. Returns: the loss."""
-        loss, _ = micro_step(self.learner, self.batch, self.here, self.pooled, self._step, is_last=False)
+        loss, _ = micro_step(self.learner, self.here, self.pooled, self._step, is_last=False)
         return loss
 
     def loss(self) -> Tensor:
         """From what the draft said to the loss and the gradients of hidden, mixed, markov and confidence logits."""
-        loss, _ = judge_blocks(self.learner, self.output, self.batch, self.here, self.pooled, self._step)
+        loss, _ = judge_blocks(self.learner, self.output, self.here, self.pooled, self._step)
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -70,9 +71,16 @@ def whole_steps(learner: Learner, record: Record) -> Iterator[Callable[[], None]
     """Yields a function that takes the next step of training, from the wait for its data to the sums of its metrics;
     it can be called as often as ``time_calls`` does.
     """
-    share, steps, metrics = share_of(learner), count(), PooledMetrics()
-    with closing(read_windows(record, learner.run, share, share.starts(0, clock.WARMUPS + clock.REPEATS))) as windows:  # type: ignore[type-var]
-        yield lambda: metrics.add(train_step(learner, next(windows), next(steps)))
+    run, device, share = learner.run, learner.accelerator.device, share_of(learner)
+    starts = share.starts(0, clock.WARMUPS + clock.REPEATS)
+    steps, metrics = count(), PooledMetrics(learner.stopwatch)
+    with closing(with_feed(read_windows(record, run, share, starts, device), device)) as windows:  # type: ignore[type-var]
+
+        def take() -> None:
+            window, feed = next(windows)
+            metrics.add(train_step(learner, window, next(steps), feed))
+
+        yield take
 
 
 def share_of(learner: Learner) -> Share:

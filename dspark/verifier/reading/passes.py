@@ -8,6 +8,7 @@ from torch.nn import functional
 from dspark.errors import ConfigError
 from dspark.kernels import mla
 from dspark.kernels.chunks import lay_out
+from dspark.kernels.transfer import onto
 from dspark.layers.rotary import rotary_angles
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
@@ -52,7 +53,7 @@ def read_packed(
     dtype = (
         wide if ranks.world_size > 1 else weights.dtype
     )  # of the attention's partial sums, rounded once they are whole
-    residual_ND = weights.embedding_VD[_onto(device, torch.cat(list(ids)))]
+    residual_ND = weights.embedding_VD[onto(device, torch.cat(list(ids)))]
     norms = [layer.input_norm_D for layer in weights.layers[1:]] + [weights.norm_D]
     taps: dict[int, torch.Tensor] = {}
     first_D, eps = weights.layers[0].input_norm_D, config.rms_norm_eps
@@ -77,13 +78,6 @@ def read_packed(
         buffers.length_1.fill_(start + lengths[0])
     chosen = [taps[layer] for layer in target_layer_ids]
     return TargetOutput(torch.stack(chosen, 1) if chosen else x_ND.new_empty(len(x_ND), 0, x_ND.shape[1]), x_ND)
-
-
-def _onto(device: torch.device, ids_N: torch.Tensor) -> torch.Tensor:
-    """From pinned memory, where a copy waits for nothing."""
-    if device.type == "cuda" and not ids_N.is_cuda:
-        ids_N = ids_N.pin_memory()
-    return ids_N.to(device, non_blocking=True)
 
 
 def _linear_memory(

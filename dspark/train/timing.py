@@ -1,0 +1,60 @@
+"""Where a step's time goes, on the clock of the device that takes it."""
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+KINDS = ("data_wait", "forward", "backward", "optimizer", "communication")
+"""What a step's time is spent on; it is the rest that goes into rows, checkpoints and the loop itself."""
+
+
+class Stopwatch:
+    """Laps between moments; on a GPU a moment is an event in its stream, which nobody waits for before ``read``.
+
+    ``communication`` is known under DDP only: the rest of backward after the last bucket of gradients was sent off, and
+    the sums over ranks that a step asks for. Elsewhere it is a part of backward and of the optimizer.
+    """
+
+    def __init__(self, device: torch.device, wrapped: nn.Module) -> None:
+        self._device, self._is_gpu = device, device.type == "cuda"
+        self.sees_exchange = isinstance(wrapped, DistributedDataParallel)
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.register_comm_hook(wrapped.process_group, self._exchange)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all laps; the first one begins now."""
+        self._laps: list[tuple[str, Any]] = [("", self._now())]
+
+    def lap(self, kind: str = "") -> None:
+        """The time since the lap before went into ``kind``, by default one that is not reported."""
+        self._laps.append((kind, self._now()))
+
+    def read(self) -> tuple[dict[str, float], float]:
+        """Wait for the device and start anew. Returns: seconds of every kind and of all laps."""
+        self.lap()
+        if self._is_gpu:
+            self._laps[-1][1].synchronize()
+        seconds = dict.fromkeys(("", *KINDS), 0.0)
+        for (_, start), (kind, end) in pairwise(self._laps):
+            seconds[kind] += start.elapsed_time(end) / 1e3 if self._is_gpu else end - start
+        self._laps = self._laps[-1:]
+        shown = KINDS if self.sees_exchange else KINDS[:-1]
+        return {kind: seconds[kind] for kind in shown}, sum(seconds.values())
+
+    def _now(self) -> Any:
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.current_stream(self._device).record_event(event)
+
+    def _exchange(self, group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's own mean over ranks, with a lap where it is sent off: what follows the last one is a wait for it."""
+        self.lap("backward")
+        return allreduce_hook(group, bucket)
