@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from dspark.cli.bench import bench, verify
+from dspark.cli.bench.train import train
 from dspark.cli.demo import demo
 from dspark.cli.eval import evaluate
 from dspark.cli.export import export
@@ -45,10 +46,17 @@ dspark export --run runs/nano/train --step 2000 --out my-draft
 dspark export --draft my-draft --target ling-3.0-nano --architecture Qwen3DSparkModel --with-tables --out other
 """,
 }
-BENCH = """
+BENCH: dict[Callable[..., None], str] = {
+    verify: """
 dspark bench verify --target ling-3.0-flash --emulate-tp 4 --tokens 1,9 --json bench.json
 dspark bench verify --target ling-3.0-flash --weights FOLDER --tp 2 --routing trace.safetensors
-"""
+""",
+    train: """
+dspark bench train --config configs/ling-3.0-flash.yaml --json bench.json
+dspark bench train --config configs/ling-3.0-flash.yaml --tokens 32768 --set train.activation_checkpointing=true
+accelerate launch --num_processes 2 --mixed_precision bf16 eval/bench_train.py --config configs/ling-3.0-flash.yaml
+""",
+}
 
 
 def as_typed(examples: str) -> str:
@@ -65,7 +73,8 @@ app = typer.Typer(
 )
 for command, examples in EXAMPLES.items():
     app.command(command.__name__.replace("evaluate", "eval"), epilog=as_typed(examples))(command)
-bench.command(epilog=as_typed(BENCH))(verify)
+for command, examples in BENCH.items():
+    bench.command(epilog=as_typed(examples))(command)
 app.add_typer(bench, name="bench")
 
 

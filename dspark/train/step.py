@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dspark.config import RunConfig
 from dspark.distributed import gather_over_ranks, sum_over_ranks, whole, world_size
-from dspark.draft.model import DraftModel
+from dspark.draft.model import DraftModel, DraftOutput
 from dspark.errors import TrainingError
 from dspark.kernels.transfer import onto
 from dspark.train.batches import Batch, copied_ahead
@@ -58,15 +58,8 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int, feed: Itera
     one, losses, metrics = torch.ones((), device=device), [], []
     for place, batch in enumerate(window):
         is_last = place == len(window) - 1
-        with _gradient_exchange(learner, is_last):
-            loss, found = _loss(learner, next(feed), pooled, step)  # no name here: the next one needs its memory
-            clock.lap("forward")
-            if learner.engine:
-                learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
-            else:
-                torch.autograd.backward(loss * world_size())
-        clock.lap("communication" if is_last and clock.sees_exchange else "backward")
-        losses.append(loss.detach())
+        loss, found = micro_step(learner, next(feed), pooled, step, is_last)  # no name: the next one needs its memory
+        losses.append(loss)
         metrics.append(found | {"tokens": (one * len(batch.ids_T), one)})
     _refuse_non_finite_losses(torch.stack(losses), window, step)
     clock.lap("communication")
@@ -78,17 +71,42 @@ def train_step(learner: Learner, window: Sequence[Batch], step: int, feed: Itera
     return _summed([*metrics, once], device)
 
 
-def _loss(learner: Learner, here: Batch, pooled: Tensor, step: int) -> tuple[Tensor, Metrics]:
+def micro_step(learner: Learner, here: Batch, pooled: Tensor, step: int, is_last: bool) -> tuple[Tensor, Metrics]:
+    """Forward and backward of one micro-batch; its gradients are added to those that are there.
+
+    ``here`` is on the device, and so are the step's denominators, pooled. Returns: the loss and what to log, detached.
+    """
+    clock = learner.stopwatch
+    clock.lap("data_wait")
+    with gradient_exchange(learner, is_last):
+        loss, found = judge_blocks(learner, draft_blocks(learner, here), here, pooled, step)
+        clock.lap("forward")
+        if learner.engine:
+            learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
+        else:
+            torch.autograd.backward(loss * world_size())
+    clock.lap("communication" if is_last and clock.sees_exchange else "backward")
+    return loss.detach(), found
+
+
+def draft_blocks(learner: Learner, here: Batch) -> DraftOutput:
+    """What the draft says about a batch on the device."""
+    output: DraftOutput = learner.wrapped(here.ids_T, here.positions_T, here.taps_TLD, here.starts_A, here.anchors_A)
+    return output
+
+
+def judge_blocks(
+    learner: Learner, output: DraftOutput, here: Batch, pooled: Tensor, step: int
+) -> tuple[Tensor, Metrics]:
+    """The loss of what the draft said about a batch and what to log of it, as ``objective``."""
     section = learner.run.objective
-    learner.stopwatch.lap("data_wait")
-    output = learner.wrapped(here.ids_T, here.positions_T, here.taps_TLD, here.starts_A, here.anchors_A)
     assert learner.draft.head_VD is not None
     teacher = Teacher(learner.draft.head_VD, here.last_hidden_TD)
     with learner.accelerator.autocast():
         return objective(output, teacher, here.slots, section, acceptance_weight(step, section), pooled)
 
 
-def _gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:
+def gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:
     """Exchange gradients in the last micro-step only (ZeRO-2 keeps a part of them, so it reduces in each)."""
     if learner.engine:
         learner.engine.set_gradient_accumulation_boundary(is_last)

@@ -134,7 +134,7 @@ def run(ranks: Ranks, job: Job) -> None:
         "provenance": describe_launch(sys.argv),
         "windows": [],
     }
-    save = partial(_save, report, job.json if ranks.rank == 0 else None)
+    save = partial(save_report, report, job.json if ranks.rank == 0 else None)
     save()
     ranks.reserve(config.hidden_size)
     clock = Clock(device, ranks)
@@ -179,7 +179,8 @@ def _drafters(
     return (lambda verifier, num_drafts: BlockDrafter(verifier, own, num_drafts)), draft.config.target_layer_ids
 
 
-def _save(report: dict[str, Any], path: Path | None) -> None:
+def save_report(report: dict[str, Any], path: Path | None) -> None:
+    """Write all that was measured, where a file was asked for."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json_text.dumps(report, indent=2) + "\n")

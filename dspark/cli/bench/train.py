@@ -1,0 +1,182 @@
+"""dspark bench train: how fast a micro-step and a whole step of a run's training are on this machine."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from dspark.cli.bench import save_report
+from dspark.config import RunConfig, load_run
+from dspark.distributed import parent_command, start_accelerator
+from dspark.errors import ConfigError, DsparkError
+from dspark.provenance import describe_launch
+from dspark.train.measure import (
+    MicroStep,
+    RandomRecord,
+    Timing,
+    count_operations,
+    least_bytes,
+    random_learner,
+    time_calls,
+    whole_steps,
+)
+from dspark.train.step import Learner
+from dspark.verifier.plan import free_bytes
+from dspark.verifier.timing import Clock, matmul_flops
+
+EVERY_TERM = {"cross_entropy": 0.1, "forward_kl": 1.0, "total_variation": 1.0, "acceptance_length": 0.5}
+LOSS, BODY = ("head", "markov"), ("body", "context", "features", "attention")
+
+
+def train(
+    config: Annotated[Path, typer.Option(help="The run, one YAML file; see configs/.", readable=False)],
+    tokens: Annotated[
+        int, typer.Option(min=2, max=10**7, help="Of every sequence, in place of record.max_tokens.")
+    ] = 4096,
+    accumulation: Annotated[
+        int, typer.Option(min=1, max=10**4, help="Micro-steps of a whole step, in place of train.accumulation_steps.")
+    ] = 4,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
+    ] = None,
+) -> None:
+    """Time training on made-up data of the target's size, through the code that train.py runs.
+
+    Every term of the objective is on, from the first step, unless --set says otherwise. bfloat16 with float32 weights,
+    as mixed_precision bf16; where accelerate launch starts it, the precision is the one that was given there.
+    Milliseconds are medians of 20 calls one behind the other, without what was compiled before; GB are all that torch's
+    allocator held at most. A CPU has no measured peak of products and no GB.
+    """
+    run = measured_run(config, tokens, accumulation, tuple(overrides or ()))
+    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
+    accelerator = start_accelerator(run.train, os.environ, parent_command())
+    device, need, free = accelerator.device, least_bytes(run), free_bytes(accelerator.device)
+    if need > free:
+        raise DsparkError(
+            f"bench train: {run.name} takes {need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
+        )
+    console = Console(soft_wrap=True, highlight=False, quiet=not accelerator.is_main_process)
+    report = {
+        "run": run.model_dump(mode="json"),
+        "processes": accelerator.num_processes,
+        "distributed": accelerator.distributed_type.value.lower(),
+        "mixed_precision": accelerator.mixed_precision,
+        "provenance": describe_launch(sys.argv),
+        "rows": [],
+    }
+    table = Table(console, report, json if accelerator.is_main_process else None)
+    table.begin(run, device)
+    if device.type == "cuda":
+        report["matmul_flops_per_second"] = peak = matmul_flops(Clock(device))
+        console.print(f"product of two large bfloat16 matrices: {peak / 1e12:.0f} TFLOP/s")
+        torch.cuda.empty_cache()
+    sequences = run.train.batch_size * accumulation * accelerator.num_processes
+    try:
+        measure(random_learner(accelerator, run), RandomRecord(run, sequences), table)
+    except torch.OutOfMemoryError as error:
+        what = ". ".join(str(error).split(". ")[:2])
+        raise DsparkError(f"bench train: no room on {device}: {what}; give fewer --tokens") from error
+    accelerator.end_training()
+
+
+def measured_run(config: Path, tokens: int, accumulation: int, overrides: tuple[str, ...]) -> RunConfig:
+    """The run with every term of its objective, of sequences of ``tokens``. Raises: ConfigError."""
+    run = load_run(config, overrides)
+    if tokens > (most := run.draft.max_position_embeddings):
+        raise ConfigError(f"--tokens {tokens}: {config} has draft.max_position_embeddings {most}; give no more tokens")
+    terms = EVERY_TERM | {"confidence": 1.0 * run.draft.enable_confidence_head, "acceptance_warmup_steps": 0}
+    chosen: dict[str, object] = {
+        "record.max_tokens": tokens,
+        "train.accumulation_steps": accumulation,
+        "train.steps": 1000,
+    }
+    chosen |= {"train.init_from": "null", "train.trackers": "[]"}
+    before = tuple(f"objective.{name}={value}" for name, value in terms.items())
+    return load_run(config, (*before, *overrides, *(f"{key}={value}" for key, value in chosen.items())))
+
+
+def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
+    """All rows. DeepSpeed and FSDP, which take a step apart in their own way, have the whole step alone."""
+    accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
+    micro = MicroStep(learner, record)
+    flops = count_operations(run.draft, micro.batch)
+    table.report.update(blocks=len(micro.batch.anchors_A), flops=flops)
+    alone = None
+    if accelerator.distributed_type.value in {"NO", "MULTI_CPU", "MULTI_GPU"}:
+        alone = time_calls(micro.whole, device, micro.clear)
+        table.add("micro-step, forward and backward", alone, sum(flops.values()))
+        parts: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
+            "its loss alone, from hidden states": (micro.loss, LOSS),
+            "its body alone": (micro.body, BODY),
+        }
+        for name, (call, kinds) in parts.items():
+            table.add(name, time_calls(call, device, micro.clear), sum(flops[kind] for kind in kinds))
+    micro.clear()
+    del micro
+    num_steps = run.train.accumulation_steps
+    with whole_steps(learner, record) as take:
+        step = time_calls(take, device)
+    table.add(f"optimizer step of {num_steps}, with its data", step, num_steps * sum(flops.values()))
+    tokens = num_steps * run.train.batch_size * run.record.max_tokens * accelerator.num_processes
+    table.end(tokens, step, alone, num_steps)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Prints rows, and keeps and saves them as they come."""
+
+    console: Console
+    report: dict[str, Any]
+    path: Path | None
+
+    def begin(self, run: RunConfig, device: torch.device) -> None:
+        """What is measured, where and of which commit."""
+        facts, draft = self.report["provenance"], run.draft
+        gpus = facts["hardware"]["gpus"]
+        versions = ", ".join(
+            f"{name} {facts['versions'][name]}" for name in ("torch", "triton") if name in facts["versions"]
+        )
+        place = gpus[device.index or 0] if device.type == "cuda" else facts["hardware"]["processor"]
+        self.console.print(
+            f"{run.name}: {draft.num_hidden_layers} layers of {draft.hidden_size}, vocabulary {draft.vocab_size}, "
+            f"{run.train.num_anchors} blocks of {draft.block_size} at most in {run.record.max_tokens} tokens, "
+            f"{run.train.batch_size} a micro-step; mixed precision: {self.report['mixed_precision']}\n"
+            f"{self.report['processes']} x {place}, distributed: {self.report['distributed']}; {versions}; "
+            f"commit {facts['commit']}"
+        )
+        self.save()
+
+    def add(self, name: str, timing: Timing, flops: int) -> None:
+        """A row: its time, its operations against the peak of products measured before, its memory."""
+        rate, peak = flops / timing.milliseconds * 1e3, self.report.get("matmul_flops_per_second")
+        share = rate / peak if peak else None
+        self.report["rows"].append({"name": name, **asdict(timing), "flops": flops, "share_of_matmul": share})
+        spread = f"({timing.least_milliseconds:.2f} - {timing.most_milliseconds:.2f})"
+        line = (
+            f"{name:34} {timing.milliseconds:9.2f} ms {spread:19} {flops / 1e12:8.2f} TFLOP {rate / 1e12:7.1f} TFLOP/s"
+        )
+        line += "" if share is None else f" {share:6.1%}"
+        self.console.print(line + ("" if timing.peak_bytes is None else f" {timing.peak_bytes / 1e9:6.2f} GB"))
+        self.save()
+
+    def end(self, tokens: int, step: Timing, alone: Timing | None, num_steps: int) -> None:
+        """Tokens a second, and the part of a step that its micro-steps are: ``num_steps`` times the first row."""
+        found = self.report["tokens_per_second"] = tokens / step.milliseconds * 1e3
+        line = f"{found:,.0f} tokens/s"
+        if alone is not None:
+            share = num_steps * alone.milliseconds / step.milliseconds
+            self.report["share_in_micro_steps"] = share
+            line += f"; {num_steps} x the first row are {share:.1%} of the step"
+        self.console.print(line)
+        self.save()
+
+    def save(self) -> None:
+        """Write what there is, where a file was asked for."""
+        save_report(self.report, self.path)

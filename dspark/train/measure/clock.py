@@ -1,0 +1,58 @@
+"""The time and the memory of a call that is made again and again, on a GPU or a CPU."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+WARMUPS, REPEATS = 3, 20
+"""Calls before the clock starts (compilers and tuners have run then), and calls of which the median is taken."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one call among many back to back: milliseconds, and the most bytes that torch's allocator gave out meanwhile
+    (None where there is no GPU), with all that lies there anyway.
+    """
+
+    milliseconds: float
+    least_milliseconds: float
+    most_milliseconds: float
+    peak_bytes: int | None
+
+
+def time_calls(call: Callable[[], Any], device: torch.device, before: Callable[[], None] = lambda: None) -> Timing:
+    """Median, least and most of ``REPEATS`` calls after ``WARMUPS``; ``before`` runs ahead of each, untimed.
+
+    Calls follow each other as micro-steps do: the host does not wait for the device between them, so its work hides
+    behind the device's unless the call itself waits.
+    """
+    is_gpu = device.type == "cuda"
+    for _ in range(WARMUPS):
+        before()
+        call()
+    if is_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    marks = []
+    for _ in range(REPEATS):
+        before()
+        start = _mark(is_gpu)
+        call()
+        marks.append((start, _mark(is_gpu)))
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    times = [a.elapsed_time(b) if is_gpu else (b - a) * 1e3 for a, b in marks]
+    peak = torch.cuda.max_memory_allocated(device) if is_gpu else None
+    return Timing(median(times), min(times), max(times), peak)
+
+
+def _mark(is_gpu: bool) -> Any:
+    if not is_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
