@@ -28,7 +28,7 @@ from dspark.files import claim
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
-from dspark.train.batches import Share, read_windows, with_feed
+from dspark.train.batches import read_windows, share_of, with_feed
 from dspark.train.checkpoint import Progress as TrainingProgress
 from dspark.train.checkpoint import (
     checkpoints,
@@ -76,14 +76,18 @@ def main(
         train(learner, reader, launch, resume, probe)
     accelerator.wait_for_everyone()  # none leaves the group while the main one still writes
     accelerator.end_training()
+    if accelerator.num_processes > 1:
+        # All is written. An interpreter that unwinds beside the threads of a process group was seen to hang, or abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume: bool, probe: Probe | None) -> None:
     """Step until done and save; every process calls it, and no other run writes into the folder meanwhile."""
     accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
     folder, is_main = run.train.folder, accelerator.is_main_process
-    size, micro_steps = run.train.batch_size, run.train.accumulation_steps
-    share = Share(size, micro_steps, accelerator.process_index, accelerator.num_processes)
+    share = share_of(accelerator, run.train)
     done = TrainingProgress(step=0, sequences_seen=0)
     if resume and (found := checkpoints(folder / "checkpoints")):
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)

@@ -71,7 +71,7 @@ class DraftModel(nn.Module):
         ``torch.compiler.set_stance("force_eager")`` leaves it out where that does not pay.
         """
         for layer in self.layers:
-            layer.forward = torch.compile(layer.forward, fullgraph=True)
+            layer.forward = torch.compile(layer.forward)
 
     def bind(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
         """Use the target's embedding and head, frozen and uncopied, in their own dtype.

@@ -10,9 +10,10 @@ from itertools import chain, tee
 from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
-from dspark.config import RunConfig
+from dspark.config import RunConfig, TrainSection
 from dspark.draft.anchors import BlockTargets, block_targets, sample_anchors
 from dspark.train.slots import PIECE_NUMBERS, Slots, lay_out
 from dspark.types import RecordedSequence
@@ -72,6 +73,11 @@ class Share:
     def starts(self, sequences_seen: int, num_steps: int) -> range:
         """Sequences seen before each of the next ``num_steps`` steps."""
         return range(sequences_seen, sequences_seen + num_steps * self.sequences_per_step, self.sequences_per_step)
+
+
+def share_of(accelerator: Accelerator, train: TrainSection) -> Share:
+    """This process's share of every step."""
+    return Share(train.batch_size, train.accumulation_steps, accelerator.process_index, accelerator.num_processes)
 
 
 READERS = 2

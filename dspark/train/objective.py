@@ -12,7 +12,7 @@ from torch import Tensor
 from dspark.config import ObjectiveSection
 from dspark.draft.anchors import BlockTargets
 from dspark.draft.model import DraftOutput
-from dspark.kernels.agreement import Figures, Piece, Slopes, judge
+from dspark.kernels.agreement import Figures, Piece, Scales, Slopes, Weights, judge, slopes
 from dspark.train.slots import Slots
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -118,125 +118,76 @@ def objective(
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
     device = output.hidden_AKD.device
-    weigh, score, price = (fused(part, device) for part in (scales, total, slopes))
+    weigh, score = (fused(part, device) for part in (scales, total))
     dtype = torch.promote_types(output.markov_VR.dtype, torch.float32)
-    scale = weigh(slots.valid_AK, pooled, section.decay_positions, acceptance_weight, dtype)
+    weights_AK, local_weight, scale = weigh(slots.valid_AK, pooled, section.decay_positions, acceptance_weight, dtype)
     hidden_ND, mixed_NR = (x.flatten(0, 1)[slots.places_N] for x in (output.hidden_AKD, output.mixed_AKR))
     tables = (teacher.head_VD, output.markov_VR, teacher.last_hidden_TD[slots.teachers_M])
-    pieces = [Piece(rows, teachers, slots.teacher_rows_N[rows]) for rows, teachers in slots.pieces]
-    weights = Weights(*(getattr(section, name) for name in Weights._fields))
+    pieces = [Piece(rows, teachers, slots.teacher_rows_N[rows]) for rows, teachers, _ in slots.pieces]
+    block_rows = {rows.start: slots.block_rows_A1[blocks.start : blocks.stop + 1] for rows, _, blocks in slots.pieces}
+    terms = (section.cross_entropy, section.forward_kl, section.total_variation, section.decay_positions)
+    weights = Weights(*terms, section.acceptance_length > 0, section.acceptance_form == "ratio")
 
-    def price_piece(rows: slice, figures: Figures) -> Slopes:
-        blocks = (slots.blocks[rows.start], slots.blocks[rows.stop - 1] + 1)
-        found: Slopes = price(figures, slots.places_N[rows], blocks, scale, weights)
-        return found
+    def price(rows: slice, figures: Figures) -> Slopes:
+        return slopes(figures, block_rows[rows.start], rows, slots.valid_AK.shape[1], scale, weights)
 
-    pull, figures = judge(hidden_ND, mixed_NR, *tables, slots.labels_N, pieces, price_piece)
-    grids = Agreement(*(_on_grid(x_N, slots.places_N, slots.valid_AK.shape) for x_N in figures))
-    loss, metrics = score(grids, output.confidence_logits_AK, slots.valid_AK, scale, weights)
+    pull, figures = judge(hidden_ND, mixed_NR, *tables, slots.labels_N, pieces, price)
+    agreement = Agreement(*(_on_grid(x_N, slots.places_N, slots.valid_AK.shape) for x_N in figures))
+    confidence = (output.confidence_logits_AK, section.confidence)
+    loss, metrics = score(agreement, confidence, slots.valid_AK, (weights_AK, local_weight), scale, weights)
     # ``pull``, a zero, carries the gradients of all but the confidence, which torch makes.
     whole_loss: Tensor = loss + pull.to(dtype)
     return whole_loss, metrics
 
 
-class Weights(NamedTuple):
-    """What of a section the loss's value is made of; as there."""
-
-    cross_entropy: float
-    forward_kl: float
-    total_variation: float
-    confidence: float
-    acceptance_length: float
-    acceptance_form: str
-
-
-class Scales(NamedTuple):
-    """The weight of every slot, their sum here (float64), what sums over them are divided by, and what one more
-    accepted draft takes off the loss.
-    """
-
-    weights_AK: Tensor
-    local_weight: Tensor
-    weight: Tensor
-    length: Tensor
-
-
 @lru_cache
 def fused(part: Callable[..., Any], device: torch.device) -> Any:
     """A part of the objective: hundreds of small operations, on a GPU a few kernels for any weights and blocks."""
-    return torch.compile(part, fullgraph=True, dynamic=True) if device.type == "cuda" else part
+    return torch.compile(part, dynamic=True) if device.type == "cuda" else part
 
 
-def scales(valid_AK: Tensor, pooled: Tensor, decay_positions: float, weight: float, dtype: torch.dtype) -> Scales:
-    """Scales of a micro-step whose ``denominators`` are ``pooled``; ``weight`` is the acceptance length's."""
+def scales(
+    valid_AK: Tensor, pooled: Tensor, decay_positions: float, acceptance_weight: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Scales]:
+    """The weight of every slot, their sum in float64, and the scales for ``denominators`` of ``pooled``."""
     weights_AK = slot_weights(valid_AK, decay_positions)
-    length = weight / pooled[1].clamp(min=1) / valid_AK.shape[-1]
-    return Scales(weights_AK.to(dtype), weights_AK.sum(), (pooled[0] + EPSILON).to(dtype), length.to(dtype))
+    length = acceptance_weight / pooled[1].clamp(min=1) / valid_AK.shape[1]
+    return weights_AK.to(dtype), weights_AK.sum(), Scales((pooled[0] + EPSILON).to(dtype), length.to(dtype))
 
 
 def total(
-    agreement: Agreement, confidence_logits_AK: Tensor | None, valid_AK: Tensor, scale: Scales, weights: Weights
+    agreement: Agreement,
+    confidence: tuple[Tensor | None, float],
+    valid_AK: Tensor,
+    slot_sums: tuple[Tensor, Tensor],
+    scale: Scales,
+    weights: Weights,
 ) -> tuple[Tensor, Metrics]:
-    """The loss and what to log. A confidence head stays in the graph at a weight of 0: data parallel training wants a
-    gradient for every parameter.
+    """The loss and what to log; ``confidence`` is the logits and their weight, ``slot_sums`` the slots' weights and
+    their sum. A confidence head stays in the graph at a weight of 0: data parallel training wants a gradient for every
+    parameter.
     """
-    weights_AK, blocks = scale.weights_AK, valid_AK[:, 0].sum().double()
+    (logits_AK, confidence_weight), (weights_AK, local_weight) = confidence, slot_sums
+    blocks = valid_AK[:, 0].sum().double()
     terms = {
-        "cross_entropy": cross_entropy(agreement, weights_AK),
-        "forward_kl": forward_kl(agreement, weights_AK),
-        "total_variation": total_variation(agreement, weights_AK),
+        "cross_entropy": (weights.cross_entropy, cross_entropy(agreement, weights_AK)),
+        "forward_kl": (weights.forward_kl, forward_kl(agreement, weights_AK)),
+        "total_variation": (weights.total_variation, total_variation(agreement, weights_AK)),
     }
-    if confidence_logits_AK is not None:
-        terms["confidence"] = confidence_bce(agreement, confidence_logits_AK, weights_AK)
+    if logits_AK is not None:
+        terms["confidence"] = (confidence_weight, confidence_bce(agreement, logits_AK, weights_AK))
     lengths = {
         "ratio": expected_acceptance_ratio(agreement, valid_AK),
         "teacher_forced": expected_acceptance_teacher_forced(agreement, valid_AK),
     }
-    parts = [
-        getattr(weights, k) / scale.weight * v for k, v in terms.items() if getattr(weights, k) or k == "confidence"
-    ]
-    if weights.acceptance_length:
-        shortfall = blocks.to(weights_AK.dtype) * valid_AK.shape[-1] - lengths[weights.acceptance_form]
-        parts.append(scale.length * shortfall)
-    metrics = {name: (term.detach(), scale.local_weight) for name, term in terms.items()}
+    parts = [weight / scale.weight * term for weight, term in terms.values()]
+    if weights.has_length:
+        length = lengths["ratio" if weights.is_ratio else "teacher_forced"]
+        parts.append(scale.length * (blocks.to(weights_AK.dtype) * valid_AK.shape[1] - length))
+    metrics = {name: (term.detach(), local_weight) for name, (_, term) in terms.items()}
     metrics |= {f"expected_acceptance_{form}": (length.detach(), blocks) for form, length in lengths.items()}
-    metrics |= slot_metrics(agreement, confidence_logits_AK, valid_AK, weights_AK)
+    metrics |= slot_metrics(agreement, logits_AK, valid_AK, weights_AK)
     return torch.stack(parts).sum(), metrics
-
-
-def slopes(figures: Figures, places_P: Tensor, blocks: tuple[int, int], scale: Scales, weights: Weights) -> Slopes:
-    """Derivatives of ``objective`` by the figures of a piece, whose rows are all valid slots of whole blocks, the first
-    and one past the last of which are ``blocks``. The slots of a block are coupled by the acceptance length alone.
-    """
-    weights_P = scale.weights_AK.flatten()[places_P] / scale.weight
-    by_logprob_P = -weights.cross_entropy * weights_P
-    by_acceptance_P = -2 * weights.total_variation * weights_P
-    if weights.acceptance_length:
-        num_slots = scale.weights_AK.shape[-1]
-        places_P, shape = places_P - blocks[0] * num_slots, (blocks[1] - blocks[0], num_slots)
-        is_ratio = weights.acceptance_form == "ratio"
-        gap_P = figures.draft_logprobs_P - figures.teacher_logprobs_P
-        go_on_P = gap_P.clamp(max=0).exp() if is_ratio else figures.acceptance_P
-        grids = (_on_grid(x_P, places_P, shape) for x_P in (figures.acceptance_P, go_on_P))
-        by_step_P, by_go_on_P = (x_AK.flatten()[places_P] * scale.length for x_AK in length_slopes(*grids))
-        by_acceptance_P = by_acceptance_P - by_step_P - (0 if is_ratio else by_go_on_P)
-        if is_ratio:
-            by_logprob_P = by_logprob_P - by_go_on_P * go_on_P * (gap_P <= 0)
-    return Slopes(by_logprob_P, weights.forward_kl * weights_P, by_acceptance_P)
-
-
-def length_slopes(step_AK: Tensor, go_on_AK: Tensor) -> tuple[Tensor, Tensor]:
-    """Derivatives of ``_expected_length`` by every step and every go_on, both 0 where a slot is not valid.
-
-    By step k: prod_{i<k} go_on_i. By go_on j: that of j, times t_j = step_{j+1} + go_on_{j+1} t_{j+1}.
-    Source: specs/dspark.md 5.1, the form without divisions.
-    """
-    reach_AK = torch.cat((torch.ones_like(go_on_AK[:, :1]), go_on_AK[:, :-1]), 1).cumprod(1)
-    tail_A, tails = torch.zeros_like(step_AK[:, 0]), []
-    for slot in range(step_AK.shape[1] - 1, -1, -1):
-        tails.append(tail_A)
-        tail_A = step_AK[:, slot] + go_on_AK[:, slot] * tail_A
-    return reach_AK, reach_AK * torch.stack(tails[::-1], 1)
 
 
 def _on_grid(x_N: Tensor, places_N: Tensor, shape: Sequence[int]) -> Tensor:

@@ -17,8 +17,8 @@ class Slots:
 
     places_N int64 says where in [A, K] a valid slot lies, labels_N int64 what it should say. teachers_M int64: places
     in [T] of the states that teach, piece after piece; slots that share a position share its row within a piece, and
-    teacher_rows_N int64 says which of the piece's rows a slot has. On the host are ``blocks``, the block of each valid
-    slot, and ``pieces``, whose slots and rows are ranges of N and M.
+    teacher_rows_N int64 says which of the piece's rows a slot has. block_rows_A1 int64, one longer than A: how many
+    valid slots lie before a block. On the host are the pieces: ranges of N, of M and of A.
     """
 
     valid_AK: Tensor
@@ -26,8 +26,8 @@ class Slots:
     labels_N: Tensor
     teacher_rows_N: Tensor
     teachers_M: Tensor
-    blocks: list[int]
-    pieces: list[tuple[slice, slice]]
+    block_rows_A1: Tensor
+    pieces: list[tuple[slice, slice, slice]]
 
 
 def lay_out(targets: BlockTargets, anchors_A: Tensor, numbers: int, vocab_size: int) -> Slots:
@@ -35,16 +35,17 @@ def lay_out(targets: BlockTargets, anchors_A: Tensor, numbers: int, vocab_size: 
     num_blocks, num_slots = targets.valid_AK.shape
     places_N = targets.valid_AK.flatten().nonzero()[:, 0]
     teachers_N = slot_positions(anchors_A, num_slots).flatten()[places_N]
-    block_N = places_N // num_slots
+    block_rows_A1 = torch.cat((places_N.new_zeros(1), targets.valid_AK.sum(1).cumsum(0)))
     rows_N, pieces, teachers, start, end = torch.empty_like(places_N), [], [], 0, 0
     blocks_a_piece = max(1, numbers // (num_slots * vocab_size))
-    bounds = torch.arange(blocks_a_piece, num_blocks + blocks_a_piece, blocks_a_piece)
-    for stop in torch.searchsorted(block_N, bounds).tolist():
+    for first in range(0, num_blocks, blocks_a_piece):
+        last = min(first + blocks_a_piece, num_blocks)
+        stop = int(block_rows_A1[last])
         if stop > start:
             here_M, rows_N[start:stop] = teachers_N[start:stop].unique(return_inverse=True)  # type: ignore[no-untyped-call]
-            pieces.append((slice(start, stop), slice(end, end + len(here_M))))
+            pieces.append((slice(start, stop), slice(end, end + len(here_M)), slice(first, last)))
             teachers.append(here_M)
             start, end = stop, end + len(here_M)
     teachers_M = torch.cat(teachers) if teachers else places_N
     labels_N = targets.label_ids_AK.flatten()[places_N]
-    return Slots(targets.valid_AK, places_N, labels_N, rows_N, teachers_M, block_N.tolist(), pieces)
+    return Slots(targets.valid_AK, places_N, labels_N, rows_N, teachers_M, block_rows_A1, pieces)

@@ -107,6 +107,7 @@ def test_operations_are_those_that_a_counter_sees(config: Path) -> None:
         learner, record = learner_of(config, f"draft.markov_head_type={kind}")
         micro = MicroStep(learner, record)
         found = count_operations(learner.run.draft, micro.batch)
+        assert micro.pulls  # made before the counters count
         with FlopCounterMode(display=False) as loss:
             micro.loss()
         in_place = found["markov"] // 3  # the counter does not see a product that is added in place

@@ -7,7 +7,7 @@ import torch
 from kernels.compiling import compile_sm90
 
 from dspark.kernels import agreement
-from dspark.kernels.agreement import Figures, Piece, Slopes, kernel, reference
+from dspark.kernels.agreement import Figures, Piece, Scales, Slopes, Weights, kernel, reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a real vocabulary in bf16 needs a GPU")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -168,6 +168,36 @@ def test_equal_laws_have_no_distance_and_ties_no_slope(kernel_device: torch.devi
         assert form.gradient(kept, Slopes(zero_P, zero_P, one_P)).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        Weights(0.3, 1.0, 0.7, 4.0, True, True),
+        Weights(0.3, 1.0, 0.7, 4.0, True, False),
+        Weights(0.0, 0.5, 2.0, 1.5, False, True),
+    ],
+)
+@pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 1), (5, 8), (33, 3), (100, 5)])
+def test_slopes_of_blocks_are_the_definitions(
+    num_blocks: int, num_slots: int, weights: Weights, kernel_device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(num_blocks)
+    counts_A = torch.randint(num_slots + 1, (num_blocks,), generator=generator)
+    counts_A[num_blocks // 2] = num_slots
+    rows_A1 = torch.cat((torch.zeros(1).long(), counts_A.cumsum(0))) + 7
+    num_rows = int(counts_A.sum())
+    figures = Figures(*torch.rand(5, num_rows, generator=generator).to(kernel_device))
+    scales = Scales(*torch.tensor([37.5, 0.02]).to(kernel_device))
+    found = kernel.slopes(figures, rows_A1.to(kernel_device), 7, num_slots, scales, weights)
+    double = (
+        Figures(*(x.double().cpu() for x in figures)),
+        rows_A1 - 7,
+        num_slots,
+        Scales(*(x.double().cpu() for x in scales)),
+    )
+    for ours, right in zip(found, reference.slopes(*double, weights), strict=True):
+        torch.testing.assert_close(ours.cpu().double(), right, rtol=2e-6, atol=1e-9)
+
+
 def weigh(rows: slice, figures: Figures) -> Slopes:
     """Slopes of sum_n w_n (2 logprob - divergence) acceptance: they depend on the figures."""
     weight_P = torch.linspace(0.5, 1.5, 11, dtype=figures[0].dtype, device=figures[0].device)[rows]
@@ -263,6 +293,15 @@ def test_the_kernels_compile_for_sm90_without_spills() -> None:
         {"name": name, "signature": logits | more | {"P": "i32"}, "constexprs": shape, "num_warps": kernel.WARPS}
         for name, more in (("compare_kernel", {}), ("gradient_kernel", slopes))
     ]
+    inputs = dict.fromkeys(("draft_logprobs", "teacher_logprobs", "acceptances"), "*fp32") | {"block_rows": "*i64"}
+    inputs |= {"weight": "*fp32", "length": "*fp32", "num_blocks": "i32", "first_row": "i32"}
+    inputs |= dict.fromkeys(("cross_entropy", "forward_kl", "total_variation", "rate"), "fp32")
+    forms = {"K": 8, "HAS_LENGTH": True, "IS_RATIO": True, "BLOCKS": kernel.BLOCKS}
+    (prices,) = compile_sm90(
+        "dspark.kernels.agreement.kernel",
+        [{"name": "slopes_kernel", "signature": slopes | inputs, "constexprs": forms, "num_warps": 1}],
+    )
+    assert prices.spill_bytes == 0
     for compiled in compile_sm90("dspark.kernels.agreement.kernel", kernels):
         assert compiled.spill_bytes == 0
         assert "ld.global.v4" in compiled.ptx

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from dspark.draft.anchors import BlockTargets, slot_positions
-from dspark.train.objective import _expected_length, length_slopes
+from dspark.kernels.agreement.reference import length_slopes
+from dspark.train.objective import _expected_length
 from dspark.train.slots import Slots, lay_out
 
 VOCAB_SIZE, NUM_TOKENS = 11, 30
@@ -32,14 +33,16 @@ def test_pieces_hold_every_valid_slot_once_and_whole_blocks(numbers: int, seed: 
     assert torch.equal(slots.places_N, valid_AK.flatten().nonzero()[:, 0])
     assert torch.equal(slots.labels_N, slots.places_N)
     assert torch.equal(slots.valid_AK, valid_AK)
-    assert slots.blocks == (slots.places_N // 3).tolist()
+    blocks_N = (slots.places_N // 3).tolist()
+    assert slots.block_rows_A1.tolist() == [sum(block < a for block in blocks_N) for a in range(19)]
     end = teacher_end = 0
-    for rows, teachers in slots.pieces:
+    for rows, teachers, blocks in slots.pieces:
         assert (rows.start, teachers.start) == (end, teacher_end)
         end, teacher_end = rows.stop, teachers.stop
         assert rows.start < rows.stop
-        assert end == len(slots.blocks) or slots.blocks[end] != slots.blocks[end - 1]
-        assert slots.blocks[end - 1] - slots.blocks[rows.start] < max(1, numbers // (3 * VOCAB_SIZE))
+        assert {*blocks_N[rows]} <= {*range(18)[blocks]}
+        assert not {*blocks_N[: rows.start], *blocks_N[rows.stop :]} & {*range(18)[blocks]}
+        assert blocks.stop - blocks.start <= max(1, numbers // (3 * VOCAB_SIZE))
     assert (end, teacher_end) == (len(slots.places_N), len(slots.teachers_M))
 
 
@@ -48,7 +51,7 @@ def test_a_slot_is_taught_by_the_state_at_its_position_and_rows_are_shared(seed:
     valid_AK, anchors_A = random_blocks(seed)
     slots = cut(valid_AK, anchors_A, 200)
     expected_N = slot_positions(anchors_A, 3)[valid_AK]
-    for rows, teachers in slots.pieces:
+    for rows, teachers, _ in slots.pieces:
         rows_M = slots.teachers_M[teachers]
         assert torch.equal(rows_M[slots.teacher_rows_N[rows]], expected_N[rows])
         assert len(rows_M.unique()) == len(rows_M)  # type: ignore[no-untyped-call]
@@ -56,7 +59,7 @@ def test_a_slot_is_taught_by_the_state_at_its_position_and_rows_are_shared(seed:
 
 def test_nothing_valid_gives_no_piece() -> None:
     slots = cut(torch.zeros(4, 3, dtype=torch.bool), torch.zeros(4, dtype=torch.long), 100)
-    assert (slots.pieces, slots.blocks, len(slots.teachers_M)) == ([], [], 0)
+    assert (slots.pieces, slots.block_rows_A1.tolist(), len(slots.teachers_M)) == ([], [0] * 5, 0)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from dspark.kernels.agreement import reference
-from dspark.kernels.agreement.reference import Figures, Slopes
+from dspark.kernels.agreement.reference import Figures, Scales, Slopes, Weights
 
-__all__ = ["Figures", "Piece", "Price", "Slopes", "judge"]
+__all__ = ["Figures", "Piece", "Price", "Scales", "Slopes", "Weights", "judge", "slopes"]
 
 
 class Piece(NamedTuple):
@@ -48,6 +48,19 @@ def judge(
     """
     pull, *figures = _Judged.apply(hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N, pieces, price)
     return pull, Figures(*figures)
+
+
+def slopes(figures: Figures, rows_A1: Tensor, rows: slice, num_slots: int, scales: Scales, weights: Weights) -> Slopes:
+    """Derivatives of a loss by the figures of a piece of whole blocks, for ``judge``.
+
+    Block a's valid slots, a prefix of its num_slots, have the rows rows_A1[a] to rows_A1[a + 1] of all rows, of which
+    ``rows`` are the piece's. Shapes: rows_A1 int64; scales in the figures' dtype. One launch on a GPU.
+    """
+    if not figures.acceptance_P.is_cuda or figures.acceptance_P.dtype == torch.float64:
+        return reference.slopes(figures, rows_A1 - rows.start, num_slots, scales, weights)
+    from dspark.kernels.agreement import kernel  # Triton, which a CPU may lack
+
+    return kernel.slopes(figures, rows_A1, rows.start, num_slots, scales, weights)
 
 
 class _Judged(torch.autograd.Function):

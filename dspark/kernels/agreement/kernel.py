@@ -5,6 +5,7 @@ exponential for each number and one for each group of GROUP, when the lane's max
 known, backwards, for what needs both laws: the tiles read last may still be in the cache. Lanes are added up at the
 ends only. A log-probability is (logit - maximum) - log(sum), as exact at large logits as at small ones.
 gradient: a program owns a tile of a row and writes over the draft's logits.
+slopes: a lane owns a block of slots.
 A lane past the vocabulary reads LOWEST, whose exponential is zero.
 """
 
@@ -14,10 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from dspark.kernels.agreement.reference import Figures, Slopes
+from dspark.kernels.agreement.reference import Figures, Scales, Slopes, Weights
 
 GROUP, LANES, WARPS = 4, 1024, 4
 """A tile is GROUP x LANES numbers; a thread holds GROUP times 8, 16 bytes a load."""
+BLOCKS = 32
+"""Blocks of slots whose slopes a program makes."""
 NUM_FIGURES = 10
 """``Figures``, then what ``gradient`` needs of a row: inner, and of draft and teacher the maximum and log2(sum)."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -135,6 +138,68 @@ def gradient_kernel(
     column_GL = start + tl.arange(0, GROUP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     slope_GL = q_GL * factor_GL - p_GL * divergence + tl.where(column_GL == label, logprob, 0.0)
     tl.store(draft + column_GL, slope_GL.to(draft.dtype.element_ty), mask=column_GL < V)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "first_row"])
+def slopes_kernel(
+    by_logprob, by_divergence, by_acceptance, draft_logprobs, teacher_logprobs, acceptances, block_rows, weight, length,
+    num_blocks, first_row, cross_entropy, forward_kl, total_variation, rate, K: tl.constexpr, HAS_LENGTH: tl.constexpr,
+    IS_RATIO: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """A lane owns a block and walks its slots twice; between the walks ``by_acceptance`` holds how far one comes."""
+    block_A = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    is_block_A = block_A < num_blocks
+    row_A = tl.load(block_rows + block_A, mask=is_block_A, other=0)
+    count_A = tl.load(block_rows + block_A + 1, mask=is_block_A, other=0) - row_A
+    row_A -= first_row
+    divisor, gain = tl.load(weight), tl.load(length)
+    reach_A, tail_A = tl.full((BLOCKS,), 1.0, tl.float32), tl.zeros((BLOCKS,), tl.float32)
+    if HAS_LENGTH:
+        for slot in range(K):
+            tl.store(by_acceptance + row_A + slot, reach_A, mask=slot < count_A)
+            _, go_on_A, _ = _step(draft_logprobs, teacher_logprobs, acceptances, row_A + slot, slot < count_A, IS_RATIO)
+            reach_A *= go_on_A
+    for back in range(K):
+        slot = K - 1 - back
+        is_valid_A, at_A = slot < count_A, row_A + slot
+        share = tl.exp(-rate * slot) / divisor
+        step_A, go_on_A, gap_A = _step(draft_logprobs, teacher_logprobs, acceptances, at_A, is_valid_A, IS_RATIO)
+        logprob_A, acceptance_A = share * -cross_entropy + step_A * 0, share * -2 * total_variation + step_A * 0
+        if HAS_LENGTH:
+            by_step_A = tl.load(by_acceptance + at_A, mask=is_valid_A, other=0.0) * gain
+            acceptance_A -= by_step_A
+            if IS_RATIO:
+                logprob_A -= tl.where(gap_A <= 0, by_step_A * tail_A * go_on_A, 0.0)
+            else:
+                acceptance_A -= by_step_A * tail_A
+            tail_A = step_A + go_on_A * tail_A
+        tl.store(by_logprob + at_A, logprob_A, mask=is_valid_A)
+        tl.store(by_divergence + at_A, share * forward_kl + step_A * 0, mask=is_valid_A)
+        tl.store(by_acceptance + at_A, acceptance_A, mask=is_valid_A)
+
+
+@triton.jit
+def _step(draft_logprobs, teacher_logprobs, acceptances, at_A, is_valid_A, IS_RATIO: tl.constexpr):
+    """A slot's acceptance, what it passes on, and the logarithm of the ratio; zeros where it is not valid."""
+    step_A = tl.load(acceptances + at_A, mask=is_valid_A, other=0.0)
+    gap_A = tl.load(draft_logprobs + at_A, mask=is_valid_A, other=0.0)
+    gap_A -= tl.load(teacher_logprobs + at_A, mask=is_valid_A, other=0.0)
+    go_on_A = tl.where(is_valid_A, tl.exp(tl.minimum(gap_A, 0.0)), 0.0) if IS_RATIO else step_A
+    return step_A, go_on_A, gap_A
+
+
+def slopes(
+    figures: Figures, rows_A1: torch.Tensor, first_row: int, num_slots: int, scales: Scales, weights: Weights
+) -> Slopes:
+    """``reference.slopes`` of float32 figures, whose rows begin at ``first_row`` of those that rows_A1 counts."""
+    draft_P, teacher_P, _, acceptance_P, _ = figures
+    out_3P, num_blocks = torch.empty(3, len(draft_P), dtype=torch.float32, device=draft_P.device), len(rows_A1) - 1
+    slopes_kernel[(triton.cdiv(num_blocks, BLOCKS),)](
+        *out_3P, draft_P, teacher_P, acceptance_P, rows_A1, *scales, num_blocks, first_row, weights.cross_entropy,
+        weights.forward_kl, weights.total_variation, 1 / weights.decay_positions, K=num_slots,
+        HAS_LENGTH=weights.has_length, IS_RATIO=weights.is_ratio, BLOCKS=BLOCKS, num_warps=1,
+    )  # fmt: skip
+    return Slopes(*out_3P)
 
 
 def compare(

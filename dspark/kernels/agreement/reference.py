@@ -32,6 +32,26 @@ class Slopes(NamedTuple):
     acceptance_P: Tensor
 
 
+class Weights(NamedTuple):
+    """What a loss weighs: terms of a slot j by exp(-j / decay_positions), and whether and how it knows the expected
+    acceptance length, by the ratios of the text itself or by the acceptances.
+    """
+
+    cross_entropy: float
+    forward_kl: float
+    total_variation: float
+    decay_positions: float
+    has_length: bool
+    is_ratio: bool
+
+
+class Scales(NamedTuple):
+    """What sums of slot weights are divided by, and what one more accepted draft takes off the loss; scalars."""
+
+    weight: Tensor
+    length: Tensor
+
+
 class Laws(NamedTuple):
     """What ``gradient`` needs of a piece: both laws, q the draft's and p the teacher's, and the labels."""
 
@@ -72,3 +92,40 @@ def gradient(kept: Laws, slopes: Slopes) -> Tensor:
     gradient_PV.add_(divergence_P1 - logprob_P1 - inner_P1).mul_(q_PV)
     gradient_PV.addcmul_(p_PV, divergence_P1, value=-1)
     return gradient_PV.scatter_add_(1, label_P1, logprob_P1)
+
+
+def slopes(figures: Figures, rows_A1: Tensor, num_slots: int, scales: Scales, weights: Weights) -> Slopes:
+    """Slopes of A blocks' valid slots, P rows in order: block a has rows rows_A1[a] to rows_A1[a + 1], a prefix of its
+    num_slots slots. The slots of a block are coupled by the acceptance length alone.
+    """
+    slots_K = torch.arange(num_slots, device=rows_A1.device)
+    valid_AK = slots_K < rows_A1.diff()[:, None]
+    decay_K = torch.exp(-slots_K.double() / weights.decay_positions)
+    weights_P = (valid_AK * decay_K)[valid_AK].to(scales.weight.dtype) / scales.weight
+    by_logprob_P = -weights.cross_entropy * weights_P
+    by_acceptance_P = -2 * weights.total_variation * weights_P
+    if weights.has_length:
+        gap_P = figures.draft_logprobs_P - figures.teacher_logprobs_P
+        go_on_P = gap_P.clamp(max=0).exp() if weights.is_ratio else figures.acceptance_P
+        zeros_AK = gap_P.new_zeros(valid_AK.shape)
+        grids = (zeros_AK.masked_scatter(valid_AK, x_P) for x_P in (figures.acceptance_P, go_on_P))
+        by_step_P, by_go_on_P = (x_AK[valid_AK] * scales.length for x_AK in length_slopes(*grids))
+        by_acceptance_P = by_acceptance_P - by_step_P - (0 if weights.is_ratio else by_go_on_P)
+        if weights.is_ratio:
+            by_logprob_P = by_logprob_P - by_go_on_P * go_on_P * (gap_P <= 0)
+    return Slopes(by_logprob_P, weights.forward_kl * weights_P, by_acceptance_P)
+
+
+def length_slopes(step_AK: Tensor, go_on_AK: Tensor) -> tuple[Tensor, Tensor]:
+    """Derivatives of E = sum_k (prod_{i<k} go_on_i) step_k by every step and every go_on, where both are 0 for a slot
+    that is not valid.
+
+    By step k: prod_{i<k} go_on_i. By go_on j: that of j, times t_j = step_{j+1} + go_on_{j+1} t_{j+1}.
+    Source: specs/dspark.md 5.1, the form without divisions.
+    """
+    reach_AK = torch.cat((torch.ones_like(go_on_AK[:, :1]), go_on_AK[:, :-1]), 1).cumprod(1)
+    tail_A, tails = torch.zeros_like(step_AK[:, 0]), []
+    for slot in range(step_AK.shape[1] - 1, -1, -1):
+        tails.append(tail_A)
+        tail_A = step_AK[:, slot] + go_on_AK[:, slot] * tail_A
+    return reach_AK, reach_AK * torch.stack(tails[::-1], 1)

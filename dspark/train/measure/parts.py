@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import cached_property, partial
 from itertools import count
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dspark.draft.model import DraftOutput
 from dspark.kernels.transfer import onto
-from dspark.train.batches import Record, Share, copied_ahead, read_window, read_windows, with_feed
+from dspark.train.batches import Record, copied_ahead, read_window, read_windows, share_of, with_feed
 from dspark.train.log import PooledMetrics
 from dspark.train.measure import clock
 from dspark.train.objective import denominators
@@ -25,23 +26,27 @@ class MicroStep:
 
     def __init__(self, learner: Learner, record: Record) -> None:
         self.learner, device = learner, learner.accelerator.device
-        self.batch = read_window(record, learner.run, 0, share_of(learner), device)[0]
+        self.batch = read_window(record, learner.run, 0, share_of(learner.accelerator, learner.run.train), device)[0]
         self.here = next(copied_ahead([self.batch], device))
         self.pooled = onto(device, denominators(self.batch.slots, learner.run.objective.decay_positions))
+
+    @cached_property
+    def output(self) -> DraftOutput:
+        """What the draft says, in leaves of its own; made when it is first asked for, as ``pulls`` is."""
         with torch.no_grad():
-            said = draft_blocks(learner, self.here)
-        *three, confidence = said
-        hidden_AKD, mixed_AKR, markov_VR = (x.detach().requires_grad_() for x in three)
-        confidence = None if confidence is None else confidence.detach().requires_grad_()
-        self.output = DraftOutput(hidden_AKD, mixed_AKR, markov_VR, confidence)
-        generator = torch.Generator(device).manual_seed(learner.run.seed)
-        self._pulls = [
-            torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype) for x in _own_tensors(said)
-        ]
+            said = draft_blocks(self.learner, self.here)
+        return DraftOutput(*(None if x is None else x.detach().requires_grad_() for x in said))  # type: ignore[arg-type]
+
+    @cached_property
+    def pulls(self) -> list[Tensor]:
+        """A random gradient of each thing that the draft says."""
+        generator = torch.Generator(self.pooled.device).manual_seed(self.learner.run.seed)
+        normal = partial(torch.randn, generator=generator, device=self.pooled.device)
+        return [normal(x.shape, dtype=x.dtype) for x in _own_tensors(self.output)]
 
     def clear(self) -> None:
         """No gradient is held."""
-        for tensor in (*self.learner.draft.parameters(), *self.output):
+        for tensor in (*self.learner.draft.parameters(), *self.__dict__.get("output", ())):
             if tensor is not None:
                 tensor.grad = None
 
@@ -59,7 +64,7 @@ class MicroStep:
     def body(self) -> None:
         """The draft alone: forward, and backward from a random gradient of what it says."""
         with gradient_exchange(self.learner, is_last=False):
-            torch.autograd.backward(_own_tensors(draft_blocks(self.learner, self.here)), self._pulls)
+            torch.autograd.backward(_own_tensors(draft_blocks(self.learner, self.here)), self.pulls)
 
     @property
     def _step(self) -> int:
@@ -71,7 +76,7 @@ def whole_steps(learner: Learner, record: Record) -> Iterator[Callable[[], None]
     """Yields a function that takes the next step of training, from the wait for its data to the sums of its metrics;
     it can be called as often as ``time_calls`` does.
     """
-    run, device, share = learner.run, learner.accelerator.device, share_of(learner)
+    run, device, share = learner.run, learner.accelerator.device, share_of(learner.accelerator, learner.run.train)
     starts = share.starts(0, clock.WARMUPS + clock.REPEATS)
     steps, metrics = count(), PooledMetrics(learner.stopwatch)
     with closing(with_feed(read_windows(record, run, share, starts, device), device)) as windows:  # type: ignore[type-var]
@@ -81,12 +86,6 @@ def whole_steps(learner: Learner, record: Record) -> Iterator[Callable[[], None]
             metrics.add(train_step(learner, window, next(steps), feed))
 
         yield take
-
-
-def share_of(learner: Learner) -> Share:
-    """This process's share of every step."""
-    train, accelerator = learner.run.train, learner.accelerator
-    return Share(train.batch_size, train.accumulation_steps, accelerator.process_index, accelerator.num_processes)
 
 
 def _own_tensors(said: DraftOutput) -> list[Tensor]:
