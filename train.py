@@ -28,7 +28,7 @@ from dspark.files import claim
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
-from dspark.train.batches import read_windows, share_of, with_feed
+from dspark.train.batches import plan_windows, share_of, with_feed
 from dspark.train.checkpoint import Progress as TrainingProgress
 from dspark.train.checkpoint import (
     checkpoints,
@@ -106,7 +106,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             f"mixed precision: {accelerator.mixed_precision}{average_note(run.train)}"
             + bias_note(reader.manifest, run.objective)
         )
-        for window, feed in with_feed(read_windows(reader, run, share, starts, device), device):
+        for window, feed in with_feed(plan_windows(reader, run, share, starts, device), reader, device):
             metrics.add(train_step(learner, window, done.step, feed))
             done = TrainingProgress(done.step + 1, done.sequences_seen + share.sequences_per_step)
             is_saved = done.step % run.train.save_every_steps == 0 or done.step == run.train.steps

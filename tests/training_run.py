@@ -5,22 +5,28 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
+from torch import Tensor
 
 from dspark.config import RunConfig
 from dspark.distributed import start_accelerator
 from dspark.record.format import Manifest
 from dspark.record.writer import open_writer
 from dspark.target.loading import target_fingerprint
+from dspark.train.batches import CPU, Batch, Draw, Record, Share, copied_ahead, fill, plan_batch, window_draws
+from dspark.train.objective import Metrics
 from dspark.train.setup import fresh_draft, prepare
-from dspark.train.step import Learner
+from dspark.train.step import Learner, train_step
 from dspark.types import RecordedSequence
 
 WIDTH, TAPS = 32, (0, 2, 4)
@@ -30,10 +36,33 @@ LAST = "checkpoints/step-00000010"
 LENGTHS = (19, 40, 26, 33, 12, 28, 37)
 
 
-def make_sequences(seed: int = 0) -> list[RecordedSequence]:
+class Sequences(list[RecordedSequence]):
+    """A record in memory."""
+
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """As of a record."""
+        return self[index].ids_T, self[index].loss_mask_T
+
+
+def read_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: torch.device = CPU) -> Batch:
+    """Planned and filled."""
+    return fill(record, plan_batch(record, draws, run, device), device)
+
+
+def read_window(record: Record, run: RunConfig, start: int, share: Share, device: torch.device = CPU) -> list[Batch]:
+    """Of the step after ``start`` sequences."""
+    return [read_batch(record, each, run, device) for each in window_draws(len(record), run.seed, start, share)]
+
+
+def take_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
+    """A step on batches that are read already."""
+    return train_step(learner, window, step, copied_ahead(window, learner.accelerator.device))
+
+
+def make_sequences(seed: int = 0) -> Sequences:
     """Sequences of several lengths whose supervised parts differ a lot; the states are random."""
     generator = torch.Generator().manual_seed(seed)
-    sequences = []
+    sequences = Sequences()
     for number, length in enumerate(LENGTHS):
         loss_mask_T = torch.arange(length) >= (3 if number % 2 else length - 6)
         last_hidden_TD = torch.randn(length, WIDTH, generator=generator)
@@ -123,14 +152,18 @@ def make_run(folder: Path, **train: Any) -> RunConfig:
     return RunConfig.model_validate(run_fields(folder, **train))
 
 
-def make_learner(folder: Path, **train: Any) -> Learner:
+def make_learner(folder: Path, device: str = "cpu", **train: Any) -> Learner:
     """The run's draft before its first step, with made-up tables of the target."""
     run = make_run(folder, **train)
+    AcceleratorState._reset_state(reset_partial_state=True)
     draft = fresh_draft(run.draft, run.seed)
     generator = torch.Generator().manual_seed(5)
     shape = (run.draft.vocab_size, run.draft.hidden_size)
     draft.bind(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
-    return prepare(start_accelerator(run.train, {}, ()), draft, run)
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}):
+        accelerator = start_accelerator(run.train, {}, ())
+    assert accelerator.device.type == device
+    return prepare(accelerator, draft, run)
 
 
 def write_run(folder: Path, **train: Any) -> Path:

@@ -50,6 +50,12 @@ class RecordReader:
         """Sequence ``index`` (0-based). Raises: IndexError; RecordError naming a truncated or altered shard."""
         return self._read(index)[0]
 
+    def text(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids_T and loss_mask_T of a sequence, without its states. Raises: as ``reader[index]``."""
+        shard, row = self._find(index)
+        begin, end = shard.offsets_S1[row : row + 2].tolist()
+        return shard.ids_N[begin:end], shard.loss_mask_N[begin:end]
+
     def check(self, head_VD: torch.Tensor | None = None) -> None:
         """Verify every shard's checksum and, given the target's head, that it gives the recorded log-probabilities of
         the labels in the first sequence of every shard. Raises: RecordError naming the shard.
@@ -73,12 +79,15 @@ class RecordReader:
                     f"use the target that was recorded, {self.manifest.target}"
                 )
 
-    def _read(self, index: int) -> tuple[RecordedSequence, torch.Tensor]:
+    def _find(self, index: int) -> tuple[_Shard, int]:
+        """The shard that holds a sequence, and the sequence's row in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.folder}: sequence {index} of {len(self)}")
         number = bisect_right(self._starts, index) - 1
-        shard = self._shards.get(number) or self._open(number)
-        row = index - self._starts[number]
+        return self._shards.get(number) or self._open(number), index - self._starts[number]
+
+    def _read(self, index: int) -> tuple[RecordedSequence, torch.Tensor]:
+        shard, row = self._find(index)
         begin, end = shard.offsets_S1[row : row + 2].tolist()
         hidden_begin, hidden_end = shard.hidden_offsets_S1[row : row + 2].tolist()
         loss_mask_T = shard.loss_mask_N[begin:end]

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, tee
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -19,14 +19,20 @@ from dspark.train.slots import PIECE_NUMBERS, Slots, lay_out
 from dspark.types import RecordedSequence
 
 CPU = torch.device("cpu")
+PartT = TypeVar("PartT")
+MadeT = TypeVar("MadeT")
 
 
 class Record(Protocol):
-    """What training needs of a record: its length and its sequences by index."""
+    """What training needs of a record: its length, its sequences by index, and their texts alone."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> RecordedSequence: ...
+
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """ids_T and loss_mask_T of a sequence, without its states."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,22 +44,29 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Sequences packed into one row of T tokens without padding, their blocks, and their places in the record.
+class Plan:
+    """What a micro-step learns from, known before a state is read: its sequences and the blocks in their texts.
 
-    Shapes: ids_T, positions_T int64, positions start from 0 in every sequence; starts_A, anchors_A int64, where in the
-    row the sequence of a block and its anchor stand, in the row's order; last_hidden_TD after the final norm. A batch
-    without an anchor has one block at place 0 that counts nothing, so that every parameter has a gradient.
+    The sequences lie one after another in a row of T tokens. Shapes: ids_T, positions_T int64, positions start from 0
+    in every sequence; starts_A, anchors_A int64, where in the row the sequence of a block and its anchor stand, in the
+    row's order. Without an anchor there is one block at place 0 that counts nothing, so that every parameter has a
+    gradient. ``indices`` are the sequences' places in the record.
     """
 
     ids_T: Tensor
     positions_T: Tensor
-    taps_TLD: Tensor
-    last_hidden_TD: Tensor
     starts_A: Tensor
     anchors_A: Tensor
     slots: Slots
     indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batch(Plan):
+    """A plan with what the target said: taps_TLD, and last_hidden_TD after the final norm."""
+
+    taps_TLD: Tensor
+    last_hidden_TD: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,40 +93,44 @@ def share_of(accelerator: Accelerator, train: TrainSection) -> Share:
     return Share(train.batch_size, train.accumulation_steps, accelerator.process_index, accelerator.num_processes)
 
 
-READERS = 2
-"""Steps read ahead, each in a thread of its own; host memory holds their windows beside the one that is used."""
+AHEAD = 2
+"""Plans of steps, and batches, that threads make ahead of the one in use."""
 
 
-def read_windows(
+def plan_windows(
     record: Record, run: RunConfig, share: Share, starts: range, device: torch.device = CPU
-) -> Iterator[list[Batch]]:
-    """The window of every step in ``starts`` (sequences seen before it), in order, read ahead by threads."""
-    with ThreadPoolExecutor(READERS) as pool:
-        pending: deque[Future[list[Batch]]] = deque()
-        for start in starts:
-            pending.append(pool.submit(read_window, record, run, start, share, device))
-            if len(pending) > READERS:
+) -> Iterator[list[Plan]]:
+    """This process's micro-steps of every step in ``starts`` (sequences seen before it), in order. All of a step's are
+    needed at once: its denominators are known before its first backward pass.
+    """
+
+    def plan(start: int) -> list[Plan]:
+        return [plan_batch(record, each, run, device) for each in window_draws(len(record), run.seed, start, share)]
+
+    return made_ahead(plan, starts)
+
+
+def with_feed(
+    windows: Iterable[Sequence[Plan]], record: Record, device: torch.device
+) -> Iterator[tuple[Sequence[Plan], Iterator[Batch]]]:
+    """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too."""
+    ours, theirs = tee(windows)
+    batches = made_ahead(partial(fill, record, device=device), chain.from_iterable(theirs))
+    feed = copied_ahead(batches, device)
+    for window in ours:
+        yield window, feed
+
+
+def made_ahead(make: Callable[[PartT], MadeT], parts: Iterable[PartT]) -> Iterator[MadeT]:
+    """What ``make`` makes of every part, in order; threads are ``AHEAD`` of what was taken."""
+    with ThreadPoolExecutor(AHEAD) as pool:
+        pending: deque[Future[MadeT]] = deque()
+        for part in parts:
+            pending.append(pool.submit(make, part))
+            if len(pending) > AHEAD:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-
-
-def read_window(
-    record: Record, run: RunConfig, sequences_seen: int, share: Share, device: torch.device = CPU
-) -> list[Batch]:
-    """This process's micro-batches of the step after ``sequences_seen`` sequences. All are needed at once: the
-    denominators of the whole step are known before its first backward pass.
-    """
-    draws = window_draws(len(record), run.seed, sequences_seen, share)
-    return [read_batch(record, each, run, device) for each in draws]
-
-
-def with_feed(windows: Iterable[list[Batch]], device: torch.device) -> Iterator[tuple[list[Batch], Iterator[Batch]]]:
-    """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too."""
-    ours, theirs = tee(windows)
-    feed = copied_ahead(chain.from_iterable(theirs), device)
-    for window in ours:
-        yield window, feed
 
 
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
@@ -181,39 +198,45 @@ def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Shar
     return window
 
 
-def read_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: torch.device = CPU) -> Batch:
-    """Read the drawn sequences, choose anchors (by seed, pass and index only) and pack them into one row.
-
-    The batch is on the host and all that ``device`` needs is made: for a GPU its memory is pinned.
-    """
+def plan_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: torch.device = CPU) -> Plan:
+    """Choose the anchors of the drawn sequences, by seed, pass and index only, and lay their blocks out in one row."""
     block_size = run.draft.block_size
-    sequences = [record[draw.index] for draw in draws]
-    positions, starts, anchors, targets, start = [], [], [], [], 0
-    for sequence, draw in zip(sequences, draws, strict=True):
+    ids, positions, starts, anchors, targets, start = [], [], [], [], [], 0
+    for draw in draws:
+        ids_T, loss_mask_T = record.text(draw.index)
         generator = _generator(run.seed, "anchors", draw.epoch, draw.index)
-        anchors_A = sample_anchors(sequence.loss_mask_T, run.train.num_anchors, generator)
-        targets.append(block_targets(sequence.ids_T, sequence.loss_mask_T, anchors_A, block_size))
-        positions.append(torch.arange(len(sequence.ids_T)))
+        anchors_A = sample_anchors(loss_mask_T, run.train.num_anchors, generator)
+        targets.append(block_targets(ids_T, loss_mask_T, anchors_A, block_size))
+        ids.append(ids_T)
+        positions.append(torch.arange(len(ids_T)))
         starts.append(torch.full_like(anchors_A, start))
         anchors.append(start + anchors_A)
-        start += len(sequence.ids_T)
+        start += len(ids_T)
     if not sum(map(len, anchors)):
         starts, anchors, nothing_1K = [torch.zeros(1).long()], [torch.zeros(1).long()], torch.zeros(1, block_size)
         targets = [BlockTargets(nothing_1K.long(), nothing_1K.bool())]
     whole = BlockTargets(*(torch.cat([getattr(each, x.name) for each in targets]) for x in fields(BlockTargets)))
-    numbers = PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"]
-    batch = Batch(
-        ids_T=torch.cat([sequence.ids_T for sequence in sequences]),
-        positions_T=torch.cat(positions),
-        taps_TLD=torch.cat([sequence.taps_TLD for sequence in sequences]),
-        last_hidden_TD=torch.cat([sequence.last_hidden_TD for sequence in sequences]),
-        starts_A=torch.cat(starts),
-        anchors_A=torch.cat(anchors),
-        slots=lay_out(whole, torch.cat(anchors), numbers, run.draft.vocab_size),
-        indices=tuple(draw.index for draw in draws),
-    )
-    pinned: Batch = _with_tensors(batch, Tensor.pin_memory) if device.type == "cuda" else batch
-    return pinned
+    anchors_A, numbers = torch.cat(anchors), PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"]
+    slots = lay_out(whole, anchors_A, numbers, run.draft.vocab_size)
+    row = torch.cat(ids), torch.cat(positions), torch.cat(starts), anchors_A
+    return Plan(*row, slots, tuple(draw.index for draw in draws))
+
+
+def fill(record: Record, plan: Plan, device: torch.device = CPU) -> Batch:
+    """The plan with its sequences' states, on the host; for a GPU in pinned memory."""
+    sequences = [record[index] for index in plan.indices]
+    is_pinned = device.type == "cuda"
+    ready: Plan = _with_tensors(plan, Tensor.pin_memory) if is_pinned else plan
+    taps_TLD = _joined([sequence.taps_TLD for sequence in sequences], is_pinned)
+    last_hidden_TD = _joined([sequence.last_hidden_TD for sequence in sequences], is_pinned)
+    given = {field.name: getattr(ready, field.name) for field in fields(Plan)}
+    return Batch(**given, taps_TLD=taps_TLD, last_hidden_TD=last_hidden_TD)
+
+
+def _joined(parts: list[Tensor], is_pinned: bool) -> Tensor:
+    """One after another; pinned memory, which torch keeps and lends again, is written once and nothing else made."""
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    return torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=is_pinned))
 
 
 @lru_cache(maxsize=2)

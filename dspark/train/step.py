@@ -15,7 +15,7 @@ from dspark.distributed import gather_over_ranks, sum_over_ranks, whole, world_s
 from dspark.draft.model import DraftModel, DraftOutput
 from dspark.errors import TrainingError
 from dspark.kernels.transfer import onto
-from dspark.train.batches import Batch, copied_ahead
+from dspark.train.batches import Batch, Plan
 from dspark.train.objective import Metrics, Teacher, denominators, objective
 from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
 from dspark.train.timing import Stopwatch
@@ -40,27 +40,25 @@ class Learner:
         return self.wrapped if self.accelerator.distributed_type == DistributedType.DEEPSPEED else None
 
 
-def train_step(learner: Learner, window: Sequence[Batch], step: int, feed: Iterator[Batch] | None = None) -> Metrics:
+def train_step(learner: Learner, window: Sequence[Plan], step: int, feed: Iterator[Batch]) -> Metrics:
     """Take step ``step`` on this process's micro-batches; every process calls it with its own.
 
     Losses are summed over processes and micro-steps and divided by denominators pooled over all of them beforehand, so
-    the gradient does not depend on how the sequences were split. The window is on the host; ``feed`` gives the same
-    batches on the device, and is made of the window if the caller has none that goes on behind it.
+    the gradient does not depend on how the sequences were split. ``feed`` gives the window's batches on the device.
     Returns: this process's (numerator, denominator) pairs, detached, to be summed before dividing.
     Raises: TrainingError on every process when a loss or gradient is not finite; the optimizer has not moved then.
     """
     run, device, clock = learner.run, learner.accelerator.device, learner.stopwatch
     clock.lap("data_wait")
-    local = torch.stack([denominators(batch.slots, run.objective.decay_positions) for batch in window]).sum(0)
+    local = torch.stack([denominators(plan.slots, run.objective.decay_positions) for plan in window]).sum(0)
     pooled = sum_over_ranks(onto(device, local))
     clock.lap("communication")
-    feed = copied_ahead(window, device) if feed is None else feed
     one, losses, metrics = torch.ones((), device=device), [], []
-    for place, batch in enumerate(window):
+    for place, plan in enumerate(window):
         is_last = place == len(window) - 1
         loss, found = micro_step(learner, next(feed), pooled, step, is_last)  # no name: the next one needs its memory
         losses.append(loss)
-        metrics.append(found | {"tokens": (one * len(batch.ids_T), one)})
+        metrics.append(found | {"tokens": (one * len(plan.ids_T), one)})
     _refuse_non_finite_losses(torch.stack(losses), window, step)
     clock.lap("communication")
     set_learning_rate(learner.optimizer, learning_rate(step, run.train))
@@ -115,7 +113,7 @@ def gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager
     return nullcontext() if is_last else exchange
 
 
-def _move(learner: Learner, window: Sequence[Batch], step: int) -> Tensor:
+def _move(learner: Learner, window: Sequence[Plan], step: int) -> Tensor:
     """Clip and move unless a gradient is not finite. Returns: the gradient norm before clipping."""
     if learner.engine:
         learner.engine.step()
@@ -133,13 +131,13 @@ def _move(learner: Learner, window: Sequence[Batch], step: int) -> Tensor:
     return norm.detach()
 
 
-def _refuse_non_finite_losses(losses_M: Tensor, window: Sequence[Batch], step: int) -> None:
+def _refuse_non_finite_losses(losses_M: Tensor, window: Sequence[Plan], step: int) -> None:
     is_bad_WM = gather_over_ranks((~torch.isfinite(losses_M)).long()).bool()
     if is_bad_WM.any():
         raise TrainingError(_message("loss", step, _indices(window, losses_M.device)[is_bad_WM]))
 
 
-def _indices(window: Sequence[Batch], device: torch.device) -> Tensor:
+def _indices(window: Sequence[Plan], device: torch.device) -> Tensor:
     """Record indices of the step's sequences on all processes: [world_size, micro-steps, B]."""
     return gather_over_ranks(torch.tensor([batch.indices for batch in window], device=device))
 

@@ -15,7 +15,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
-from training_run import run_fields
+from training_run import read_window, run_fields
 from typer.testing import CliRunner
 
 from dspark.cli.bench import train as door
@@ -24,7 +24,7 @@ from dspark.config import RunConfig
 from dspark.distributed import start_accelerator
 from dspark.draft.anchors import BlockTargets
 from dspark.errors import ConfigError, DsparkError
-from dspark.train.batches import Batch, Share, read_window, window_draws
+from dspark.train.batches import Batch, Share, window_draws
 from dspark.train.measure import (
     MicroStep,
     RandomRecord,
@@ -49,6 +49,7 @@ TOKENS = 40
 
 @pytest.fixture(autouse=True)
 def _a_fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setattr(clock, "REPEATS", 2)
     AcceleratorState._reset_state(reset_partial_state=True)

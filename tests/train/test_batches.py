@@ -1,22 +1,25 @@
 """Which sequences a step reads, with which anchors, and that neither depends on how the work is split."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from training_run import LENGTHS, make_run, make_sequences
+from training_run import LENGTHS, Sequences, make_run, make_sequences, read_batch, read_window
 
 from dspark.train.batches import (
+    AHEAD,
+    CPU,
     Batch,
     Draw,
     Share,
     copied_ahead,
-    read_batch,
-    read_window,
-    read_windows,
+    plan_batch,
+    plan_windows,
     window_draws,
     with_feed,
 )
@@ -83,11 +86,11 @@ def test_sequences_without_an_anchor_give_one_block_that_counts_nothing(tmp_path
     assert batch.slots.valid_AK.tolist() == [[False] * 4]
 
 
-def test_windows_read_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Path) -> None:
+def test_windows_planned_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Path) -> None:
     run, sequences, share = make_run(tmp_path), make_sequences(), Share(2, 2, 0, 1)
     starts = share.starts(8, num_steps=11)
     assert (starts[0], starts[-1], len(starts)) == (8, 48, 11)
-    for start, window in zip(starts, read_windows(sequences, run, share, starts), strict=True):
+    for start, window in zip(starts, plan_windows(sequences, run, share, starts), strict=True):
         alone = read_window(sequences, run, start, share)
         assert [batch.indices for batch in window] == [batch.indices for batch in alone]
         assert all(torch.equal(a.anchors_A, b.anchors_A) for a, b in zip(window, alone, strict=True))
@@ -109,12 +112,34 @@ def test_a_cpu_is_fed_the_very_batches_of_the_windows_and_none_before_it_is_aske
 
 
 def test_the_feed_of_windows_gives_their_batches_and_goes_on_behind_them(tmp_path: Path) -> None:
-    run, share = make_run(tmp_path), Share(1, 2, 0, 1)
-    windows = [read_window(make_sequences(), run, start, share) for start in (0, 2, 4)]
-    given = list(with_feed(iter(windows), torch.device("cpu")))
+    run, share, sequences = make_run(tmp_path), Share(1, 2, 0, 1), make_sequences()
+    windows = [read_window(sequences, run, start, share) for start in (0, 2, 4)]
+    given = list(with_feed(iter(windows), sequences, CPU))
     assert [window for window, _ in given] == windows
     fed = [next(feed) for window, feed in given for _ in window]
-    assert all(a is b for a, b in zip(fed, [batch for window in windows for batch in window], strict=True))
+    for found, expected in zip(fed, [batch for window in windows for batch in window], strict=True):
+        assert found.indices == expected.indices
+        assert torch.equal(found.taps_TLD, expected.taps_TLD)
+        assert torch.equal(found.last_hidden_TD, expected.last_hidden_TD)
+
+
+def test_no_more_than_a_few_batches_are_read_ahead_of_the_one_in_use(tmp_path: Path) -> None:
+    """A step of 64 micro-steps would take gigabytes."""
+    read: list[int] = []
+
+    class Counting(Sequences):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    sequences, run = Counting(make_sequences() * 4), make_run(tmp_path)
+    windows = [[plan_batch(sequences, [Draw(0, index)], run) for index in range(20)]]
+    read.clear()
+    ((_, feed),) = with_feed(iter(windows), sequences, CPU)
+    for count in range(5):
+        next(feed)
+        time.sleep(0.05)
+        assert count + 1 <= len(read) <= count + 1 + AHEAD
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has streams")

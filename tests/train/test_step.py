@@ -8,23 +8,19 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from training_run import make_learner, make_sequences
+from training_run import make_learner, make_sequences, read_batch, read_window, take_step
 
-from dspark.draft import backbone
 from dspark.errors import TrainingError
 from dspark.train import objective as room
-from dspark.train.batches import Batch, Draw, Share, copied_ahead, read_batch, window_draws
+from dspark.train.batches import Batch, Draw, Share, copied_ahead
 from dspark.train.objective import denominators
-from dspark.train.step import Learner, micro_step, train_step
+from dspark.train.step import Learner, micro_step
 
 
 def make_window(learner: Learner) -> list[Batch]:
     train, sequences = learner.run.train, make_sequences()
     share = Share(train.batch_size, train.accumulation_steps, 0, 1)
-    return [
-        read_batch(sequences, draws, learner.run, learner.accelerator.device)
-        for draws in window_draws(len(sequences), 0, 0, share)
-    ]
+    return read_window(sequences, learner.run, 0, share, learner.accelerator.device)
 
 
 def gradients(learner: Learner) -> Tensor:
@@ -40,7 +36,7 @@ def test_gradient_and_loss_do_not_depend_on_how_a_step_is_split(tmp_path: Path) 
         learner = make_learner(
             tmp_path, batch_size=batch_size, accumulation_steps=accumulation_steps, max_grad_norm=1e6
         )
-        metrics = train_step(learner, make_window(learner), step=2)
+        metrics = take_step(learner, make_window(learner), step=2)
         loss, length = (metrics[name][0] / metrics[name][1] for name in ("loss", "expected_acceptance_ratio"))
         found.append((gradients(learner), loss, length))
     for other in found[1:]:
@@ -52,15 +48,15 @@ def test_gradient_and_loss_do_not_depend_on_how_a_step_is_split(tmp_path: Path) 
 def test_the_step_of_the_whole_is_not_the_mean_of_the_steps_of_its_parts(tmp_path: Path) -> None:
     """The test above can fail: these sequences weigh differently, so a loss normalised per micro-step differs."""
     learner = make_learner(tmp_path)
-    whole = train_step(learner, make_window(learner), step=2)["loss"]
-    parts = [train_step(make_learner(tmp_path), [batch], step=2)["loss"] for batch in make_window(learner)]
+    whole = take_step(learner, make_window(learner), step=2)["loss"]
+    parts = [take_step(make_learner(tmp_path), [batch], step=2)["loss"] for batch in make_window(learner)]
     mean = sum(float(top / bottom) for top, bottom in parts) / len(parts)
     assert abs(mean - float(whole[0] / whole[1])) > 1e-3
 
 
 def test_the_gradient_is_clipped_and_its_norm_before_that_is_logged(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, max_grad_norm=0.01)
-    norm, share = train_step(learner, make_window(learner), step=0)["gradient_norm"]
+    norm, share = take_step(learner, make_window(learner), step=0)["gradient_norm"]
     assert norm / share > 0.05
     torch.testing.assert_close(gradients(learner).norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
 
@@ -69,7 +65,7 @@ def test_a_step_changes_every_parameter_and_no_table(tmp_path: Path) -> None:
     learner = make_learner(tmp_path)
     before = {name: tensor.clone() for name, tensor in learner.draft.state_dict().items()}
     head_VD = learner.draft.head_VD.clone()
-    train_step(learner, make_window(learner), step=2)
+    take_step(learner, make_window(learner), step=2)
     assert [name for name, tensor in learner.draft.state_dict().items() if torch.equal(tensor, before[name])] == []
     assert torch.equal(learner.draft.head_VD, head_VD)
 
@@ -79,7 +75,7 @@ def test_a_confidence_head_without_weight_gets_a_gradient_of_zero(tmp_path: Path
     learner = make_learner(tmp_path)
     objective = learner.run.objective.model_copy(update={"confidence": 0.0})
     learner = replace(learner, run=learner.run.model_copy(update={"objective": objective}))
-    train_step(learner, make_window(learner), step=0)
+    take_step(learner, make_window(learner), step=0)
     for parameter in learner.draft.confidence_head.parameters():
         assert not learner.optimizer.state[parameter]["exp_avg"].any()
 
@@ -87,7 +83,7 @@ def test_a_confidence_head_without_weight_gets_a_gradient_of_zero(tmp_path: Path
 def unmoved(learner: Learner, window: list[Batch], message: str) -> None:
     before = {name: tensor.clone() for name, tensor in learner.draft.state_dict().items()}
     with pytest.raises(TrainingError, match=message):
-        train_step(learner, window, step=7)
+        take_step(learner, window, step=7)
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.draft.state_dict().items())
     assert not learner.optimizer.state
 
@@ -112,19 +108,19 @@ def test_the_average_moves_with_the_step_and_stays_when_the_step_is_refused(tmp_
     learner = make_learner(tmp_path, ema_decay=0.5, optimizer=optimizer)
     parameters, averages = list(learner.draft.parameters()), []
     for step in range(2):
-        train_step(learner, make_window(learner), step)
+        take_step(learner, make_window(learner), step)
         averages.append([learner.optimizer.state[parameter]["ema"].clone() for parameter in parameters])
     assert not torch.equal(averages[0][0], averages[1][0])
     learner.draft.fc.weight.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(TrainingError, match="the gradient is not finite"):
-        train_step(learner, make_window(learner), step=2)
+        take_step(learner, make_window(learner), step=2)
     for parameter, average in zip(parameters, averages[1], strict=True):
         assert torch.equal(learner.optimizer.state[parameter]["ema"], average)
 
 
 def test_no_average_is_kept_unless_the_run_asks_for_it(tmp_path: Path) -> None:
     learner = make_learner(tmp_path)
-    train_step(learner, make_window(learner), step=0)
+    take_step(learner, make_window(learner), step=0)
     assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in learner.optimizer.state.values())
 
 
@@ -133,7 +129,7 @@ def test_layers_computed_again_give_the_same_gradient_to_the_bit(tmp_path: Path)
     for is_on in (False, True):
         learner, calls = make_learner(tmp_path, activation_checkpointing=is_on), []
         learner.draft.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        train_step(learner, make_window(learner), step=2)
+        take_step(learner, make_window(learner), step=2)
         found.append(gradients(learner))
         passes.append(len(calls))
     assert torch.equal(found[0], found[1])
@@ -146,7 +142,7 @@ def test_a_step_without_a_valid_slot_learns_nothing(tmp_path: Path) -> None:
     for sequence in sequences:
         sequence.loss_mask_T[:] = False
     window = [read_batch(sequences, [Draw(0, index)], learner.run) for index in range(4)]
-    assert float(train_step(learner, window, step=2)["loss"][0]) == 0.0
+    assert float(take_step(learner, window, step=2)["loss"][0]) == 0.0
     assert not gradients(learner).any()
 
 
@@ -163,9 +159,8 @@ def test_under_autocast_the_objective_runs_in_it_too_and_gradients_stay_near(
     monkeypatch.setattr(room, "judge", spy)
     for precision in ("no", "bf16"):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-        AcceleratorState._reset_state(reset_partial_state=True)
         learner = make_learner(tmp_path, max_grad_norm=1e6)
-        train_step(learner, make_window(learner), step=2)
+        take_step(learner, make_window(learner), step=2)
         found.append(gradients(learner))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert set(seen[: len(seen) // 2]) == {False}
@@ -174,11 +169,9 @@ def test_under_autocast_the_objective_runs_in_it_too_and_gradients_stay_near(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU works behind its host")
-def test_a_micro_step_is_handed_to_the_gpu_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attention is a stand-in: whether that waits is its own test's matter."""
-    monkeypatch.setattr(backbone, "anchor_attention", lambda q_NHE, *others: q_NHE + 0 * sum(x.sum() for x in others))
-    learner = make_learner(tmp_path)
-    train_step(learner, make_window(learner), step=0)  # what is made once may wait
+def test_a_micro_step_is_handed_to_the_gpu_without_a_wait(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, "cuda")
+    take_step(learner, make_window(learner), step=0)  # what is made once may wait
     window, section = make_window(learner), learner.run.objective
     pooled = denominators(window[0].slots, section.decay_positions).to(learner.accelerator.device)
     torch.cuda.set_sync_debug_mode("error")

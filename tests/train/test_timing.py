@@ -12,20 +12,19 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training_run import make_learner, make_sequences
+from training_run import Sequences, make_learner, make_sequences
 
 from dspark.train import timing
-from dspark.train.batches import Share, read_windows
+from dspark.train.batches import Share, plan_windows, with_feed
 from dspark.train.log import PooledMetrics, Row
 from dspark.train.step import train_step
 from dspark.train.timing import KINDS, Stopwatch
-from dspark.types import RecordedSequence
 
 SECONDS = 0.1
 CPU = torch.device("cpu")
 
 
-class SlowRecord(list[RecordedSequence]):
+class SlowRecord(Sequences):
     def __getitem__(self, index: Any) -> Any:
         time.sleep(SECONDS)
         return super().__getitem__(index)
@@ -54,8 +53,9 @@ def row_with_a_sleep_in(part: str, folder: Path) -> Row:
         learner.optimizer.optimizer.register_step_pre_hook(lambda *_: time.sleep(8 * SECONDS))
     share = Share(1, 4, 0, 1)
     metrics = PooledMetrics(learner.stopwatch)
-    for step, window in enumerate(read_windows(record, learner.run, share, share.starts(0, num_steps=2))):
-        metrics.add(train_step(learner, window, step))
+    windows = plan_windows(record, learner.run, share, share.starts(0, num_steps=2))
+    for step, (window, feed) in enumerate(with_feed(windows, record, CPU)):
+        metrics.add(train_step(learner, window, step, feed))
         if part == "rest":
             time.sleep(4 * SECONDS)
         learner.stopwatch.lap()

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from dspark.config import RunConfig
 from dspark.draft.model import DraftModel
@@ -39,6 +40,10 @@ class RandomRecord:
 
     def __getitem__(self, index: int) -> RecordedSequence:
         return self._sequences[index]
+
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """ids_T and loss_mask_T of a sequence."""
+        return self._sequences[index].ids_T, self._sequences[index].loss_mask_T
 
 
 def random_learner(accelerator: Accelerator, run: RunConfig) -> Learner:

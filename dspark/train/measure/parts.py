@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark.draft.model import DraftOutput
 from dspark.kernels.transfer import onto
-from dspark.train.batches import Record, copied_ahead, read_window, read_windows, share_of, with_feed
+from dspark.train.batches import Record, copied_ahead, fill, plan_windows, share_of, with_feed
 from dspark.train.log import PooledMetrics
 from dspark.train.measure import clock
 from dspark.train.objective import denominators
@@ -26,7 +26,9 @@ class MicroStep:
 
     def __init__(self, learner: Learner, record: Record) -> None:
         self.learner, device = learner, learner.accelerator.device
-        self.batch = read_window(record, learner.run, 0, share_of(learner.accelerator, learner.run.train), device)[0]
+        share = share_of(learner.accelerator, learner.run.train)
+        first = next(plan_windows(record, learner.run, share, share.starts(0, 1), device))[0]
+        self.batch = fill(record, first, device)
         self.here = next(copied_ahead([self.batch], device))
         self.pooled = onto(device, denominators(self.batch.slots, learner.run.objective.decay_positions))
 
@@ -79,7 +81,7 @@ def whole_steps(learner: Learner, record: Record) -> Iterator[Callable[[], None]
     run, device, share = learner.run, learner.accelerator.device, share_of(learner.accelerator, learner.run.train)
     starts = share.starts(0, clock.WARMUPS + clock.REPEATS)
     steps, metrics = count(), PooledMetrics(learner.stopwatch)
-    with closing(with_feed(read_windows(record, run, share, starts, device), device)) as windows:  # type: ignore[type-var]
+    with closing(with_feed(plan_windows(record, run, share, starts, device), record, device)) as windows:  # type: ignore[type-var]
 
         def take() -> None:
             window, feed = next(windows)
