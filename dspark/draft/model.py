@@ -67,11 +67,12 @@ class DraftModel(nn.Module):
                 module.bias.zero_()
 
     def compile_layers(self) -> None:
-        """From now on run every layer as one graph of fused kernels, made when it first sees its inputs.
-        ``torch.compiler.set_stance("force_eager")`` leaves it out where that does not pay.
+        """From now on run every layer, and the confidence head, as one graph of fused kernels each, made when it first
+        sees its inputs. ``torch.compiler.set_stance("force_eager")`` leaves them out where that does not pay.
         """
-        for layer in self.layers:
-            layer.forward = torch.compile(layer.forward)
+        for module in (*self.layers, self.confidence_head):
+            if module is not None:
+                module.forward = torch.compile(module.forward)
 
     def bind(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
         """Use the target's embedding and head, frozen and uncopied, in their own dtype.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dspark.draft.anchors import BlockTargets, slot_positions
 
-PIECE_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 27}
+PIECE_NUMBERS = {"cpu": 1 << 19, "cuda": 160 << 20}
 """Logits of a piece: on a CPU what its caches hold, on a GPU what keeps a matrix product busy."""
 
 

@@ -25,7 +25,7 @@ from dspark.kernels import launch
 
 FORWARD = {"rows": 64, "keys": 64, "heads": 8, "num_warps": 4, "num_stages": 3}
 QUERIES = {"rows": 128, "keys": 64, "heads": 8, "num_warps": 8, "num_stages": 3}
-KEYS = {"rows": 64, "keys": 128, "heads": 8, "num_warps": 8, "num_stages": 3}
+KEYS = {"rows": 64, "keys": 64, "heads": 8, "num_warps": 4, "num_stages": 2}
 """Tiles for 16 bits and heads of up to 128. ``heads`` walk together: few share L2, many even out the last programs."""
 WIDE = {"rows": 64, "keys": 64, "num_warps": 8, "num_stages": 2}
 FLOAT32 = {"rows": 16, "keys": 16, "num_warps": 4, "num_stages": 1}
