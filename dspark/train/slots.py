@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dspark.draft.anchors import BlockTargets, slot_positions
 
-PIECE_NUMBERS = {"cpu": 1 << 19, "cuda": 160 << 20}
-"""Logits of a piece: on a CPU what its caches hold, on a GPU what keeps a matrix product busy."""
+PIECE_NUMBERS = {"cpu": 1 << 19, "cuda": 161_000_000}
+"""Logits of a piece: on a CPU what its caches hold, on a GPU what keeps a product busy (1,024 rows of Ling's)."""
 
 
 @dataclass(frozen=True)
