@@ -31,6 +31,10 @@ class DraftOutput(NamedTuple):
     confidence_logits_AK: Tensor | None
 
 
+SAME_GRAPHS = {"deterministic": True}
+"""Options of ``torch.compile``: no choice among kernels by their time, which differs from process to process."""
+
+
 class DraftModel(nn.Module):
     """A DSpark draft. Parameter names are the checkpoint's; the target's two tables are bound, never saved.
     Source: DSpark (arXiv 2607.05147); DeepSpec, Qwen3 DSpark model (specs/dspark.md 1 and 3.1).
@@ -67,12 +71,14 @@ class DraftModel(nn.Module):
                 module.bias.zero_()
 
     def compile_layers(self) -> None:
-        """From now on run every layer, and the confidence head, as one graph of fused kernels each, made when it first
-        sees its inputs. ``torch.compiler.set_stance("force_eager")`` leaves them out where that does not pay.
+        """From now on run every layer, and the confidence head, as one graph of fused kernels each.
+
+        A graph is made when its inputs are first seen, for any length, and always alike: a run that goes on from a
+        checkpoint computes what it did before. ``torch.compiler.set_stance("force_eager")`` leaves them out.
         """
         for module in (*self.layers, self.confidence_head):
             if module is not None:
-                module.forward = torch.compile(module.forward)
+                module.forward = torch.compile(module.forward, dynamic=True, options=SAME_GRAPHS)
 
     def bind(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
         """Use the target's embedding and head, frozen and uncopied, in their own dtype.

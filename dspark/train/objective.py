@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dspark.config import ObjectiveSection
 from dspark.draft.anchors import BlockTargets
-from dspark.draft.model import DraftOutput
+from dspark.draft.model import SAME_GRAPHS, DraftOutput
 from dspark.kernels.agreement import Figures, Piece, Scales, Slopes, Weights, judge, slopes
 from dspark.train.slots import Slots
 
@@ -143,7 +143,7 @@ def objective(
 @lru_cache
 def fused(part: Callable[..., Any], device: torch.device) -> Any:
     """A part of the objective: hundreds of small operations, on a GPU a few kernels for any weights and blocks."""
-    return torch.compile(part, dynamic=True) if device.type == "cuda" else part
+    return torch.compile(part, dynamic=True, options=SAME_GRAPHS) if device.type == "cuda" else part
 
 
 def scales(
