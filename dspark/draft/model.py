@@ -1,7 +1,7 @@
 """The draft model: context features, blocks of slots, logits with the Markov bias, confidence."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class DraftOutput(NamedTuple):
     confidence_logits_AK: Tensor | None
 
 
-SAME_GRAPHS = {"deterministic": True}
+SAME_GRAPHS: dict[str, Any] = {"deterministic": True}
 """Options of ``torch.compile``: no choice among kernels by their time, which differs from process to process."""
 
 
