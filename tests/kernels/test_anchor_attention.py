@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernels.compiling import compile_sm90
 from torch import Tensor
 
@@ -124,6 +126,42 @@ def test_a_row_nobody_reads_gets_a_gradient_of_exactly_zero(attention: Attention
     for gradient_TGE in dcontext:
         assert gradient_TGE[31:].eq(0).all()
         assert gradient_TGE[:31].ne(0).any(2).all()
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> Shape:
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    anchors = [tuple(sorted(draw(st.lists(st.integers(0, length), max_size=6)))) for length in lengths]
+    anchors[0] = anchors[0] or (0,)
+    num_kv_heads = draw(st.integers(1, 2))
+    heads = (num_kv_heads * draw(st.integers(1, 2)), num_kv_heads)
+    return Shape(tuple(lengths), tuple(anchors), draw(st.integers(1, 9)), heads)
+
+
+def decoded(
+    q_NHE: Tensor, context_k_TGE: Tensor, context_v_TGE: Tensor, k_NGE: Tensor, v_NGE: Tensor, starts_A: Tensor,
+    anchors_A: Tensor,
+) -> Tensor:  # fmt: skip
+    """Block by block behind a cache of the text before its anchor, as a draft decodes."""
+    num_slots, read = len(q_NHE) // len(starts_A), []
+    for block, (start, anchor) in enumerate(zip(starts_A.tolist(), anchors_A.tolist(), strict=True)):
+        own = slice(block * num_slots, (block + 1) * num_slots)
+        cached = [torch.cat((x[start:anchor], y[own])) for x, y in ((context_k_TGE, k_NGE), (context_v_TGE, v_NGE))]
+        read.append(reference.attend(q_NHE[own], *cached, None))
+    return torch.cat(read)
+
+
+@settings(max_examples=8, deadline=None)
+@given(shape=packings())
+def test_training_on_either_device_and_decoding_read_the_same_rows_of_any_packing(shape: Shape) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs, do_NHE = random_inputs(shape, device, torch.float32)
+    truth = results(dense, [*(x.double() for x in inputs[:5]), *inputs[5:]], do_NHE.double())
+    for attention in (reference.anchor_attention, kernel.anchor_attention, decoded):
+        for name, ours, right in zip(NAMES, results(attention, inputs, do_NHE), truth, strict=True):
+            torch.testing.assert_close(
+                ours.double(), right, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 @pytest.mark.parametrize("attention", [reference.anchor_attention, kernel.anchor_attention], ids=["torch", "triton"])
