@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from dspark.cli.identity import folder_fields
 from dspark.cli.probe import decode_and_keep_best, load_probe
 from dspark.config import RunConfig, load_run
-from dspark.distributed import parent_command, start_accelerator
+from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.draft.model import DraftModel
 from dspark.errors import DraftMismatchError, DsparkError, one_line
 from dspark.eval.probe import Probe
@@ -74,13 +74,7 @@ def main(
     probe = load_probe(run, accelerator.device) if is_main and run.train.probe_every_steps else None
     with claim(run.train.folder) if is_main else nullcontext():
         train(learner, reader, launch, resume, probe)
-    accelerator.wait_for_everyone()  # none leaves the group while the main one still writes
-    accelerator.end_training()
-    if accelerator.num_processes > 1:
-        # All is written. An interpreter that unwinds beside the threads of a process group was seen to hang, or abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    leave(accelerator)
 
 
 def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume: bool, probe: Probe | None) -> None:
@@ -97,16 +91,20 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         write_run_folder(run, launch)
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
-    starts = share.starts(done.sequences_seen, run.train.steps - done.step)
     metrics = PooledMetrics(learner.stopwatch)
-    with progress_bar(run, done.step, is_main) as show:
+    windows = with_feed(
+        plan_windows(reader, run, share, share.starts(done.sequences_seen, run.train.steps - done.step), device),
+        reader,
+        device,
+    )
+    with progress_bar(run, done.step, is_main) as show, closing(windows):
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
             f"{launch['hardware']['processes']}, distributed: {accelerator.distributed_type.value.lower()}, "
             f"mixed precision: {accelerator.mixed_precision}{average_note(run.train)}"
             + bias_note(reader.manifest, run.objective)
         )
-        for window, feed in with_feed(plan_windows(reader, run, share, starts, device), reader, device):
+        for window, feed in windows:
             metrics.add(train_step(learner, window, done.step, feed))
             done = TrainingProgress(done.step + 1, done.sequences_seen + share.sequences_per_step)
             is_saved = done.step % run.train.save_every_steps == 0 or done.step == run.train.steps
@@ -122,7 +120,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
                 show(describe(row), done.step)
             if is_saved:
                 save(learner, done)
-            learner.stopwatch.lap()  # so far nothing was waited for
+            learner.stopwatch.lap()  # rows and checkpoints are no wait for data
     if run.train.ema_decay:
         use_average(learner.draft, learner.optimizer)
     draft = whole_draft(learner.draft)

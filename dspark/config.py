@@ -81,7 +81,7 @@ class DraftConfig(Section):
     num_hidden_layers: Annotated[Width, Field(le=1000)]
     num_attention_heads: Width
     num_key_value_heads: Width
-    head_dim: Width
+    head_dim: Annotated[Width, Field(le=256)]
     max_position_embeddings: PositiveInt
     num_target_layers: PositiveInt
     target_layer_ids: tuple[NonNegativeInt, ...]

@@ -1,6 +1,7 @@
 """Ranks, world size and sums over ranks; the same code with one process."""
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,6 +116,18 @@ def parent_command() -> list[str]:
     """The command line of the process that started this one, where the system tells it (Linux); else empty."""
     path = Path(f"/proc/{os.getppid()}/cmdline")
     return path.read_text().split("\0") if path.is_file() else []
+
+
+def leave(accelerator: Accelerator) -> None:
+    """End what was begun, at the end of a door. With several processes nothing behind this call runs: an interpreter
+    that unwinds beside the threads of a group of processes was seen to hang, or abort.
+    """
+    accelerator.wait_for_everyone()  # none leaves the group while the main one still writes
+    accelerator.end_training()
+    if accelerator.num_processes > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def world_size() -> int:

@@ -36,7 +36,6 @@ class GoldenCase:
     draft: DraftModel
     ids_BT: Tensor
     loss_mask_BT: Tensor
-    lengths_B: Tensor
     states_BTLD: Tensor
     """All layers of the target, embedding output first: tap i is entry i + 1."""
     last_hidden_BTD: Tensor
@@ -116,7 +115,6 @@ def golden_case(golden: dict[str, Any], name: str, dtype: torch.dtype) -> Golden
         draft=draft,
         ids_BT=ids_BT,
         loss_mask_BT=torch.tensor(inputs["loss_mask"]).bool(),
-        lengths_B=torch.full((len(ids_BT),), ids_BT.shape[1]),
         states_BTLD=exact(inputs["target_hidden_states"], dtype).permute(1, 2, 0, 3),
         last_hidden_BTD=exact(inputs["target_last_hidden_post_norm"], dtype),
         pre_norm_BTD=exact(inputs["target_last_hidden_pre_norm"], dtype),

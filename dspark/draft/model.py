@@ -32,7 +32,7 @@ class DraftOutput(NamedTuple):
 
 
 SAME_GRAPHS: dict[str, Any] = {"deterministic": True}
-"""Options of ``torch.compile``: no choice among kernels by their time, which differs from process to process."""
+"""Options of ``torch.compile``: no choice among kernels by their time, which differs from one process to another."""
 
 
 class DraftModel(nn.Module):
@@ -73,9 +73,10 @@ class DraftModel(nn.Module):
     def compile_layers(self) -> None:
         """From now on run every layer, and the confidence head, as one graph of fused kernels each.
 
-        A graph is made when its inputs are first seen, for any length, and always alike: a run that goes on from a
-        checkpoint computes what it did before. ``torch.compiler.set_stance("force_eager")`` leaves them out.
+        A graph is made when its inputs are first seen and serves any length; the sizes first seen decide in which
+        order it adds. ``torch.compiler.set_stance("force_eager")`` leaves graphs out.
         """
+        torch._dynamo.config.optimize_ddp = False  # it would cut every layer for the sake of the exchange
         for module in (*self.layers, self.confidence_head):
             if module is not None:
                 module.forward = torch.compile(module.forward, dynamic=True, options=SAME_GRAPHS)

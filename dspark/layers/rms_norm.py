@@ -16,4 +16,5 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        normed = functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return normed.to(x.dtype)  # torch 2.12's autocast has it in float32 on a GPU

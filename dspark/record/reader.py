@@ -4,6 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class RecordReader:
             raise RecordError(f"{self.folder}: {done} sequences are recorded; run dspark record again to finish")
         self._starts = [0, *accumulate(shard.num_sequences for shard in self.manifest.shards)]
         self._shards: dict[int, _Shard] = {}
+        self._opening = Lock()
 
     def __len__(self) -> int:
         return self.manifest.num_sequences
@@ -84,7 +86,9 @@ class RecordReader:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.folder}: sequence {index} of {len(self)}")
         number = bisect_right(self._starts, index) - 1
-        return self._shards.get(number) or self._open(number), index - self._starts[number]
+        with self._opening:  # threads read, and a shard's checksum is taken once
+            shard = self._shards.get(number) or self._open(number)
+        return shard, index - self._starts[number]
 
     def _read(self, index: int) -> tuple[RecordedSequence, torch.Tensor]:
         shard, row = self._find(index)

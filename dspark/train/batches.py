@@ -2,8 +2,9 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, tee
@@ -112,28 +113,32 @@ def plan_windows(
 
 def with_feed(
     windows: Iterable[Sequence[Plan]], record: Record, device: torch.device
-) -> Iterator[tuple[Sequence[Plan], Iterator[Batch]]]:
-    """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too."""
+) -> Generator[tuple[Sequence[Plan], Iterator[Batch]]]:
+    """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too.
+    Whoever takes a window takes as many batches off the feed, and closes this when done.
+    """
     ours, theirs = tee(windows)
     batches = made_ahead(partial(fill, record, device=device), chain.from_iterable(theirs))
-    feed = copied_ahead(batches, device)
-    for window in ours:
-        yield window, feed
+    with closing(batches), closing(copied_ahead(batches, device)) as feed:
+        for window in ours:
+            yield window, feed
 
 
-def made_ahead(make: Callable[[PartT], MadeT], parts: Iterable[PartT]) -> Iterator[MadeT]:
+def made_ahead(make: Callable[[PartT], MadeT], parts: Iterable[PartT]) -> Generator[MadeT]:
     """What ``make`` makes of every part, in order; threads are ``AHEAD`` of what was taken."""
-    with ThreadPoolExecutor(AHEAD) as pool:
-        pending: deque[Future[MadeT]] = deque()
+    pool, pending = ThreadPoolExecutor(AHEAD), deque[Future[MadeT]]()
+    try:
         for part in parts:
             pending.append(pool.submit(make, part))
             if len(pending) > AHEAD:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]:
     """The batches on ``device``, in order; a GPU gets each on a side stream while it works on the one before.
 
     A copy's memory is the working stream's own, so what a used batch leaves serves the next one without a wait, and
@@ -199,7 +204,9 @@ def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Shar
 
 
 def plan_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: torch.device = CPU) -> Plan:
-    """Choose the anchors of the drawn sequences, by seed, pass and index only, and lay their blocks out in one row."""
+    """Choose the anchors of the drawn sequences, by seed, pass and index only, and lay their blocks out in one row, on
+    the CPU and in pieces that suit ``device``.
+    """
     block_size = run.draft.block_size
     ids, positions, starts, anchors, targets, start = [], [], [], [], [], 0
     for draw in draws:

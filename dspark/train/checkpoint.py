@@ -40,15 +40,15 @@ def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], d
     moments: dict[str, Tensor] = {}
     for name, parameter in draft.named_parameters():
         if not hasattr(parameter, "_hp_mapping"):
-            parameters[name] = whole(parameter.detach())
+            parameters[name] = _on_cpu(whole(parameter.detach()))  # at once: no GPU has room for all of a spread state
             found = {moment: whole(tensor) for moment, tensor in optimizer.state[parameter].items()}
         else:
             state = next(iter(optimizer.optimizer.optimizer.state.values()))
             names = [moment for moment in (*ADAMW, EMA) if moment in state]
             sums = [sum_over_ranks(_unflatten(parameter, piece)) for piece in _slices(parameter, optimizer, names)]
-            parameters[name], found = sums[0], dict(zip(names, sums[1:], strict=True))
-        moments |= {f"{moment}.{name}": tensor for moment, tensor in found.items() if moment != "step"}
-    return _on_cpu(parameters), _on_cpu(moments)
+            parameters[name], found = _on_cpu(sums[0]), dict(zip(names, sums[1:], strict=True))
+        moments |= {f"{moment}.{name}": _on_cpu(tensor) for moment, tensor in found.items() if moment != "step"}
+    return parameters, moments
 
 
 def whole_draft(draft: DraftModel) -> DraftModel:
@@ -191,8 +191,8 @@ def _read_tensors(place: Path, name: str, state: dict[str, Any]) -> dict[str, Te
     return tensors
 
 
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", torch.float32).contiguous()
 
 
 def _seal(state: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ class PooledMetrics:
             self._sums[name] = (before[0] + numerator, before[1] + denominator)
 
     def row(self, step: int, rate: float) -> Row:
-        """Pool over steps and ranks and start anew; every rank calls it and gets the same row.
+        """Pool over steps and ranks and start anew; every rank calls it and gets the same row, but for its own clock.
 
         Besides the metrics, which are left out where nothing was counted, a row holds the steps done, the learning
         rate, ``acceptance_length`` (estimated, with the bonus token), ``tokens_per_second``, and of every kind of work

@@ -18,7 +18,8 @@ class Stopwatch:
     """Laps between moments; on a GPU a moment is an event in its stream, which nobody waits for before ``read``.
 
     ``communication`` is known under DDP only: the rest of backward after the last bucket of gradients was sent off, and
-    the sums over ranks that a step asks for. Elsewhere it is a part of backward and of the optimizer.
+    the sums over ranks that a step asks for. Elsewhere the exchange of gradients is a part of backward and of the
+    optimizer, and those sums of the rest.
     """
 
     def __init__(self, device: torch.device, wrapped: nn.Module) -> None:

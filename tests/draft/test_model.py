@@ -199,7 +199,8 @@ def test_compiled_layers_are_whole_graphs_of_any_length_and_say_the_same(
     dspark_golden: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = torch.compile
-    whole = partial(plain, fullgraph=True, backend="aot_eager")
+    graphs = []
+    whole = partial(plain, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
     monkeypatch.setattr(torch, "compile", lambda run, dynamic, options: whole(run, dynamic=dynamic))
     # On a CPU attention walks over documents, which no graph can hold; on a GPU it is one operation.
     monkeypatch.setattr(backbone, "anchor_attention", lambda q, ck, cv, k, v, *_: q + (ck * cv).mean() + (k * v).mean())
@@ -208,13 +209,14 @@ def test_compiled_layers_are_whole_graphs_of_any_length_and_say_the_same(
         case, gradients = golden_case(dspark_golden, "mha_vanilla", torch.float64), []
         if is_compiled:
             case.draft.compile_layers()
-        for b in range(2):
+        for b in range(2):  # blocks of other numbers, none of them that of the slots in one: it would be a graph's own
+            case.anchors_BA, case.keep_BA = case.anchors_BA[:, : 4 - b], case.keep_BA[:, : 4 - b]
             logits_AKV = logits_of(case.draft, case.alone(b)[0])
             gradients.append(torch.autograd.grad(logits_AKV.square().sum(), case.draft.layers[0].mlp.gate_proj.weight))
-            case.anchors_BA, case.keep_BA = case.anchors_BA[:, :4], case.keep_BA[:, :4]
         found.append((logits_AKV, *(x for pair in gradients for x in pair)))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+    assert len(graphs) == 3  # the first layer, whose input has no gradient, the others, the confidence head
 
 
 @pytest.mark.parametrize("name", CASES)

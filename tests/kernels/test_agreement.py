@@ -198,6 +198,17 @@ def test_slopes_of_blocks_are_the_definitions(
         torch.testing.assert_close(ours.cpu().double(), right, rtol=2e-6, atol=1e-9)
 
 
+def test_a_teacher_that_is_not_a_number_makes_its_own_row_so_and_no_other(kernel_device: torch.device) -> None:
+    draft_PV, teacher_MV, rows_P, labels_P = random_rows(6, 5000, kernel_device, FP32)
+    rows_P = torch.tensor([0, 1, 2, 0, 1, 3], device=kernel_device)
+    teacher_MV[3] = torch.nan
+    figures, _ = kernel.compare(draft_PV, teacher_MV, rows_P, labels_P)
+    for figure_P in (figures.teacher_logprobs_P, figures.divergence_P, figures.acceptance_P):
+        assert figure_P.isnan().tolist() == [False] * 5 + [True]
+    assert not figures.draft_logprobs_P.isnan().any()
+    assert figures.agrees_P[5] == 0
+
+
 def weigh(rows: slice, figures: Figures) -> Slopes:
     """Slopes of sum_n w_n (2 logprob - divergence) acceptance: they depend on the figures."""
     weight_P = torch.linspace(0.5, 1.5, 11, dtype=figures[0].dtype, device=figures[0].device)[rows]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dspark.layers.rms_norm import RMSNorm
 
@@ -20,3 +21,17 @@ def test_statistics_of_bfloat16_are_float32() -> None:
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     y = RMSNorm(512).bfloat16()(x)
     assert torch.equal(y, RMSNorm(512)(x.float()).bfloat16())
+
+
+def test_the_dtype_stays_under_a_gpus_autocast_too() -> None:
+    """Some versions of torch have the norm in float32 there, and the values beside its keys in bfloat16."""
+    norm = RMSNorm(16)
+    del norm._parameters["weight"]
+    with FakeTensorMode(), torch.no_grad():
+        x_NE, norm.weight = torch.empty(3, 16, device="cuda", dtype=torch.bfloat16), torch.empty(16, device="cuda")
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert norm(x_NE).dtype == torch.bfloat16
+        finally:
+            torch.set_autocast_enabled("cuda", False)

@@ -1,17 +1,37 @@
 """What was recorded comes back exactly, and a byte that changed on disk is noticed before it is used."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from recorded import TAPS, WIDTH, describe, make_sequences, make_target
+from recorded import TAPS, WIDTH, describe, make_sequences, make_target, record_everything
 
 from dspark.errors import RecordError
 from dspark.record.capture import capture
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.record.writer import open_writer
+
+
+def test_threads_that_read_at_once_open_a_shard_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_everything(tmp_path)
+    reader, opened, plain = RecordReader(tmp_path), [], RecordReader._open
+
+    def slowly(self: RecordReader, number: int) -> object:
+        opened.append(number)
+        time.sleep(0.05)
+        return plain(self, number)
+
+    monkeypatch.setattr(RecordReader, "_open", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(reader.text, [0, 1, 0, 1, 6, 6]))
+    assert sorted(opened) == sorted(set(opened))
+    for index, (ids_T, loss_mask_T) in zip([0, 1, 0, 1, 6, 6], texts, strict=True):
+        assert torch.equal(ids_T, reader[index].ids_T)
+        assert torch.equal(loss_mask_T, reader[index].loss_mask_T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dspark.cli.bench import save_report
 from dspark.config import RunConfig, load_run
-from dspark.distributed import parent_command, start_accelerator
+from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.errors import ConfigError, DsparkError
 from dspark.provenance import describe_launch
 from dspark.train.measure import (
@@ -52,7 +53,7 @@ def train(
     Every term of the objective is on, from the first step, unless --set says otherwise. bfloat16 with float32 weights,
     as mixed_precision bf16; where accelerate launch starts it, the precision is the one that was given there.
     Milliseconds are medians of 20 calls one behind the other, without what was compiled before; GB are all that torch's
-    allocator held at most. A CPU has no measured peak of products and no GB.
+    allocator gave out at most. A CPU has no measured peak of products and no GB.
     """
     run = measured_run(config, tokens, accumulation, tuple(overrides or ()))
     os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -83,7 +84,7 @@ def train(
     except torch.OutOfMemoryError as error:
         what = ". ".join(str(error).split(". ")[:2])
         raise DsparkError(f"bench train: no room on {device}: {what}; give fewer --tokens") from error
-    accelerator.end_training()
+    leave(accelerator)
 
 
 def measured_run(config: Path, tokens: int, accumulation: int, overrides: tuple[str, ...]) -> RunConfig:
@@ -109,7 +110,7 @@ def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
     flops = count_operations(run.draft, micro.batch)
     table.report.update(blocks=len(micro.batch.anchors_A), flops=flops)
     alone = None
-    if accelerator.distributed_type.value in {"NO", "MULTI_CPU", "MULTI_GPU"}:
+    if accelerator.distributed_type not in {DistributedType.DEEPSPEED, DistributedType.FSDP}:
         alone = time_calls(micro.whole, device, micro.clear)
         table.add("micro-step, forward and backward", alone, sum(flops.values()))
         parts: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {

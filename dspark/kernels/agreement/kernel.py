@@ -103,7 +103,7 @@ def compare_kernel(
     zp_GL = _tile(teacher, top_start, V, GROUP, LANES, False)
     top = tl.min(tl.min(tl.where(zp_GL == most_p, column_GL, V), 0), 0)
     label = tl.load(labels + row)
-    agrees = tl.load(draft + top).to(tl.float32) == most_q
+    agrees = tl.load(draft + tl.minimum(top, V - 1)).to(tl.float32) == most_q  # no logit of a row of NaN is the most
     place = figures + row
     tl.store(place, tl.load(draft + label).to(tl.float32) - most_q - log_q / LOG2_E)
     tl.store(place + P, tl.load(teacher + label).to(tl.float32) - most_p - log_p / LOG2_E)

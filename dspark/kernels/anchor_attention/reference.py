@@ -17,8 +17,8 @@ def anchor_attention(
     if not len(q_NHE):
         return q_NHE.clone()
     num_slots, parts, first = len(q_NHE) // len(starts_A), [], 0
-    starts_D, counts_D = starts_A.unique_consecutive(return_counts=True)
-    for start, count in zip(starts_D.tolist(), counts_D.tolist(), strict=True):
+    starts, counts = starts_A.unique_consecutive(return_counts=True)
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
         anchors_C = anchors_A[first : first + count]
         rows = slice(first * num_slots, (first + count) * num_slots)
         context = slice(start, int(anchors_C.max()))

@@ -81,7 +81,7 @@ def whole_steps(learner: Learner, record: Record) -> Iterator[Callable[[], None]
     run, device, share = learner.run, learner.accelerator.device, share_of(learner.accelerator, learner.run.train)
     starts = share.starts(0, clock.WARMUPS + clock.REPEATS)
     steps, metrics = count(), PooledMetrics(learner.stopwatch)
-    with closing(with_feed(plan_windows(record, run, share, starts, device), record, device)) as windows:  # type: ignore[type-var]
+    with closing(with_feed(plan_windows(record, run, share, starts, device), record, device)) as windows:
 
         def take() -> None:
             window, feed = next(windows)
