@@ -1,5 +1,6 @@
 """Which sequences a step reads, with which anchors, and that neither depends on how the work is split."""
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -114,9 +115,11 @@ def test_a_cpu_is_fed_the_very_batches_of_the_windows_and_none_before_it_is_aske
 def test_the_feed_of_windows_gives_their_batches_and_goes_on_behind_them(tmp_path: Path) -> None:
     run, share, sequences = make_run(tmp_path), Share(1, 2, 0, 1), make_sequences()
     windows = [read_window(sequences, run, start, share) for start in (0, 2, 4)]
-    given = list(with_feed(iter(windows), sequences, CPU))
-    assert [window for window, _ in given] == windows
-    fed = [next(feed) for window, feed in given for _ in window]
+    given, fed = [], []
+    for window, feed in with_feed(iter(windows), sequences, CPU):
+        given.append(window)
+        fed += [next(feed) for _ in window]
+    assert given == windows
     for found, expected in zip(fed, [batch for window in windows for batch in window], strict=True):
         assert found.indices == expected.indices
         assert torch.equal(found.taps_TLD, expected.taps_TLD)
@@ -135,11 +138,16 @@ def test_no_more_than_a_few_batches_are_read_ahead_of_the_one_in_use(tmp_path: P
     sequences, run = Counting(make_sequences() * 4), make_run(tmp_path)
     windows = [[plan_batch(sequences, [Draw(0, index)], run) for index in range(20)]]
     read.clear()
-    ((_, feed),) = with_feed(iter(windows), sequences, CPU)
+    ahead = with_feed(iter(windows), sequences, CPU)
+    _, feed = next(ahead)
     for count in range(5):
         next(feed)
         time.sleep(0.05)
         assert count + 1 <= len(read) <= count + 1 + AHEAD
+    ahead.close()
+    time.sleep(0.05)
+    assert len(read) <= 5 + AHEAD
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has streams")
