@@ -23,7 +23,7 @@ from dspark.distributed import start_accelerator
 from dspark.record.format import Manifest
 from dspark.record.writer import open_writer
 from dspark.target.loading import target_fingerprint
-from dspark.train.batches import CPU, Batch, Draw, Record, Share, copied_ahead, fill, plan_batch, window_draws
+from dspark.train.batches import CPU, Batch, Draw, Record, Share, copied_ahead, fill, plan_batch, ready, window_draws
 from dspark.train.objective import Metrics
 from dspark.train.setup import fresh_draft, prepare
 from dspark.train.step import Learner, train_step
@@ -56,7 +56,7 @@ def read_window(record: Record, run: RunConfig, start: int, share: Share, device
 
 def take_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     """A step on batches that are read already."""
-    return train_step(learner, window, step, copied_ahead(window, learner.accelerator.device))
+    return train_step(learner, window, step, copied_ahead(map(ready, window), learner.accelerator.device))
 
 
 def make_sequences(seed: int = 0) -> Sequences:

@@ -77,6 +77,7 @@ class DraftModel(nn.Module):
         order it adds. ``torch.compiler.set_stance("force_eager")`` leaves graphs out.
         """
         torch._dynamo.config.optimize_ddp = False  # it would cut every layer for the sake of the exchange
+        torch._dynamo.config.recompile_limit = 64  # past it layers would run plainly, and round in another way
         for module in (*self.layers, self.confidence_head):
             if module is not None:
                 module.forward = torch.compile(module.forward, dynamic=True, options=SAME_GRAPHS)

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, tee
+from itertools import tee
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -100,7 +100,7 @@ AHEAD = 2
 
 def plan_windows(
     record: Record, run: RunConfig, share: Share, starts: range, device: torch.device = CPU
-) -> Iterator[list[Plan]]:
+) -> Generator[Future[list[Plan]]]:
     """This process's micro-steps of every step in ``starts`` (sequences seen before it), in order. All of a step's are
     needed at once: its denominators are known before its first backward pass.
     """
@@ -108,50 +108,68 @@ def plan_windows(
     def plan(start: int) -> list[Plan]:
         return [plan_batch(record, each, run, device) for each in window_draws(len(record), run.seed, start, share)]
 
-    return made_ahead(plan, starts)
+    return started_ahead(plan, starts)
 
 
 def with_feed(
-    windows: Iterable[Sequence[Plan]], record: Record, device: torch.device
-) -> Generator[tuple[Sequence[Plan], Iterator[Batch]]]:
+    windows: Iterable[Future[list[Plan]]], record: Record, device: torch.device
+) -> Generator[tuple[list[Plan], Iterator[Batch]]]:
     """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too.
-    Whoever takes a window takes as many batches off the feed, and closes this when done.
+    Whoever takes a window takes as many batches off the feed, and closes this when done. What cannot be read is told
+    when it is its turn, not before.
     """
     ours, theirs = tee(windows)
-    batches = made_ahead(partial(fill, record, device=device), chain.from_iterable(theirs))
-    with closing(batches), closing(copied_ahead(batches, device)) as feed:
+
+    def plans() -> Iterator[Plan]:
+        for window in theirs:
+            if window.exception():
+                return
+            yield from window.result()
+
+    reading = started_ahead(partial(fill, record, device=device), plans())
+    with closing(reading), closing(copied_ahead(reading, device)) as feed:
         for window in ours:
-            yield window, feed
+            yield window.result(), feed
 
 
-def made_ahead(make: Callable[[PartT], MadeT], parts: Iterable[PartT]) -> Generator[MadeT]:
+def started_ahead(make: Callable[[PartT], MadeT], parts: Iterable[PartT]) -> Generator[Future[MadeT]]:
     """What ``make`` makes of every part, in order; threads are ``AHEAD`` of what was taken."""
     pool, pending = ThreadPoolExecutor(AHEAD), deque[Future[MadeT]]()
     try:
         for part in parts:
             pending.append(pool.submit(make, part))
             if len(pending) > AHEAD:
-                yield pending.popleft().result()
+                yield pending.popleft()
         while pending:
-            yield pending.popleft().result()
+            yield pending.popleft()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]:
+def ready(batch: Batch) -> Future[Batch]:
+    """A batch that is read already, as ``copied_ahead`` takes it."""
+    future = Future[Batch]()
+    future.set_result(batch)
+    return future
+
+
+def copied_ahead(batches: Iterable[Future[Batch]], device: torch.device) -> Generator[Batch]:
     """The batches on ``device``, in order; a GPU gets each on a side stream while it works on the one before.
 
     A copy's memory is the working stream's own, so what a used batch leaves serves the next one without a wait, and
     two are there at a time. On a CPU they are handed on as they are, none before it is asked for.
     """
     if device.type != "cuda":
-        yield from batches
+        for batch in batches:
+            yield batch.result()
         return
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     under_way: deque[tuple[Batch, torch.cuda.Event]] = deque()
     try:
         for batch in batches:
-            under_way.append(_start_copy(batch, main, side))
+            if under_way and batch.exception():
+                yield _arrived(*under_way.popleft(), main)
+            under_way.append(_start_copy(batch.result(), main, side))
             if len(under_way) > 1:
                 yield _arrived(*under_way.popleft(), main)
         while under_way:

@@ -4,23 +4,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from training_run import LENGTHS, Sequences, make_run, make_sequences, read_batch, read_window
 
+from dspark.errors import RecordError
 from dspark.train.batches import (
     AHEAD,
     CPU,
     Batch,
     Draw,
+    Plan,
     Share,
     copied_ahead,
     plan_batch,
     plan_windows,
+    ready,
     window_draws,
     with_feed,
 )
@@ -92,19 +97,19 @@ def test_windows_planned_ahead_are_the_windows_of_their_steps_in_order(tmp_path:
     starts = share.starts(8, num_steps=11)
     assert (starts[0], starts[-1], len(starts)) == (8, 48, 11)
     for start, window in zip(starts, plan_windows(sequences, run, share, starts), strict=True):
-        alone = read_window(sequences, run, start, share)
-        assert [batch.indices for batch in window] == [batch.indices for batch in alone]
-        assert all(torch.equal(a.anchors_A, b.anchors_A) for a, b in zip(window, alone, strict=True))
+        alone, plans = read_window(sequences, run, start, share), window.result()
+        assert [plan.indices for plan in plans] == [batch.indices for batch in alone]
+        assert all(torch.equal(a.anchors_A, b.anchors_A) for a, b in zip(plans, alone, strict=True))
 
 
 def test_a_cpu_is_fed_the_very_batches_of_the_windows_and_none_before_it_is_asked_for(tmp_path: Path) -> None:
     run, sequences = make_run(tmp_path), make_sequences()
     given, taken = read_window(sequences, run, 0, Share(2, 3, 0, 1)), []
 
-    def reading() -> Iterator[Batch]:
+    def reading() -> Iterator[Future[Batch]]:
         for batch in given:
             taken.append(batch)
-            yield batch
+            yield ready(batch)
 
     for count, batch in enumerate(copied_ahead(reading(), torch.device("cpu"))):
         assert batch is given[count]
@@ -112,11 +117,46 @@ def test_a_cpu_is_fed_the_very_batches_of_the_windows_and_none_before_it_is_aske
     assert len(taken) == 3
 
 
+def planned(window: Any) -> Future[list[Plan]]:
+    future = Future[list[Plan]]()
+    future.set_result(window)
+    return future
+
+
+@pytest.mark.parametrize("part", ["text", "states"])
+@pytest.mark.parametrize("bad", [0, 5, 9])
+def test_what_cannot_be_read_ends_the_run_at_its_own_step_and_no_earlier(tmp_path: Path, part: str, bad: int) -> None:
+    class Damaged(Sequences):
+        def text(self, index: int) -> tuple[Tensor, Tensor]:
+            if part == "text" and index == bad:
+                raise RecordError("damaged")
+            return super().__getitem__(index).ids_T, super().__getitem__(index).loss_mask_T
+
+        def __getitem__(self, index: Any) -> Any:
+            if index == bad:
+                raise RecordError("damaged")
+            return super().__getitem__(index)
+
+    sequences, run, share = Damaged(make_sequences() * 2), make_run(tmp_path), Share(1, 2, 0, 1)
+    order = [draw.index for draw in stream(len(sequences), run.seed, 14)]
+    fed: list[int] = []
+
+    def read_all() -> None:
+        for window, feed in with_feed(plan_windows(sequences, run, share, share.starts(0, 7)), sequences, CPU):
+            for _ in window:
+                fed.extend(next(feed).indices)
+
+    with pytest.raises(RecordError, match="damaged"):
+        read_all()
+    place = order.index(bad)
+    assert fed == order[: place if part == "states" else place // 2 * 2]
+
+
 def test_the_feed_of_windows_gives_their_batches_and_goes_on_behind_them(tmp_path: Path) -> None:
     run, share, sequences = make_run(tmp_path), Share(1, 2, 0, 1), make_sequences()
     windows = [read_window(sequences, run, start, share) for start in (0, 2, 4)]
     given, fed = [], []
-    for window, feed in with_feed(iter(windows), sequences, CPU):
+    for window, feed in with_feed(map(planned, windows), sequences, CPU):
         given.append(window)
         fed += [next(feed) for _ in window]
     assert given == windows
@@ -138,7 +178,7 @@ def test_no_more_than_a_few_batches_are_read_ahead_of_the_one_in_use(tmp_path: P
     sequences, run = Counting(make_sequences() * 4), make_run(tmp_path)
     windows = [[plan_batch(sequences, [Draw(0, index)], run) for index in range(20)]]
     read.clear()
-    ahead = with_feed(iter(windows), sequences, CPU)
+    ahead = with_feed(map(planned, windows), sequences, CPU)
     _, feed = next(ahead)
     for count in range(5):
         next(feed)
@@ -164,7 +204,7 @@ def large_batches(tmp_path: Path) -> list[Batch]:
 @needs_gpu
 def test_what_a_gpu_reads_early_and_late_in_a_micro_step_is_what_was_read_from_the_record(tmp_path: Path) -> None:
     given, found = large_batches(tmp_path), []
-    feed = copied_ahead(given, torch.device("cuda"))
+    feed = copied_ahead(map(ready, given), torch.device("cuda"))
     for _ in given:
         here = next(feed)
         early = here.taps_TLD[-1].clone()  # a copy that was not waited for is not there yet
@@ -182,7 +222,7 @@ def test_two_batches_are_on_the_gpu_at_a_time_however_far_the_host_is_ahead(tmp_
     given = large_batches(tmp_path)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    feed = copied_ahead(given, torch.device("cuda"))
+    feed = copied_ahead(map(ready, given), torch.device("cuda"))
     for _ in given:
         next(feed)
         torch.cuda._sleep(40_000_000)

@@ -12,7 +12,7 @@ from training_run import make_learner, make_sequences, read_batch, read_window, 
 
 from dspark.errors import TrainingError
 from dspark.train import objective as room
-from dspark.train.batches import Batch, Draw, Share, copied_ahead
+from dspark.train.batches import Batch, Draw, Share, copied_ahead, ready
 from dspark.train.objective import denominators
 from dspark.train.step import Learner, micro_step
 
@@ -176,7 +176,7 @@ def test_a_micro_step_is_handed_to_the_gpu_without_a_wait(tmp_path: Path) -> Non
     pooled = denominators(window[0].slots, section.decay_positions).to(learner.accelerator.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        feed = copied_ahead(window, learner.accelerator.device)
+        feed = copied_ahead(map(ready, window), learner.accelerator.device)
         for _ in window:
             micro_step(learner, next(feed), pooled, step=2, is_last=False)
         with pytest.raises(RuntimeError, match="synchroniz"):
