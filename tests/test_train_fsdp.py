@@ -45,11 +45,17 @@ def assert_same_draft(folder: Path, expected: Path) -> None:
     assert (folder / "draft/model.safetensors").read_bytes() == (expected / "draft/model.safetensors").read_bytes()
 
 
-def test_fsdp2_learns_what_data_parallel_does_in_bf16(place: Path, sharded: Path, tmp_path: Path) -> None:
+def test_fsdp2_learns_what_data_parallel_does(place: Path, tmp_path: Path) -> None:
+    plain = ("accelerate", "launch", "--multi_gpu", *TWO, *FLOAT32)
+    start(plain, "train.py", place, tmp_path / "plain", ACCELERATE_USE_CPU="true")
+    start(FSDP2 + FLOAT32, ON_CPU, place, tmp_path / "run")
+    assert_same(tmp_path / "run", tmp_path / "plain", tolerance=1e-6)
+
+
+def test_in_bf16_it_does_so_up_to_the_order_of_roundings(place: Path, sharded: Path, tmp_path: Path) -> None:
     launcher = ("accelerate", "launch", "--multi_gpu", *TWO, *BF16)
     start(launcher, "train.py", place, tmp_path / "run", ACCELERATE_USE_CPU="true")
-    assert_same(sharded / "run", tmp_path / "run", tolerance=1e-6)
-    assert_same_draft(sharded / "run", tmp_path / "run")
+    assert_near(sharded / "run", tmp_path / "run")
 
 
 def test_ten_steps_of_fsdp2_are_five_and_five_bit_for_bit(place: Path, sharded: Path, tmp_path: Path) -> None:
@@ -95,9 +101,10 @@ def test_on_two_gpus_fsdp2_learns_what_data_parallel_does_and_goes_on(place: Pat
 
 
 def assert_near(folder: Path, expected: Path) -> None:
-    """Equal up to the order of a GPU's sums: ten steps of 3e-3 move a weight a hundred times as far."""
+    """Equal up to the order of sums in few bits: ten steps of 3e-3 move a weight thirty times as far."""
     found, wanted = (load_file(each / LAST / "draft.safetensors") for each in (folder, expected))
     for name, tensor in found.items():
-        assert (tensor - wanted[name]).square().mean().sqrt() < 1e-4, name
+        assert (tensor - wanted[name]).square().mean().sqrt() < 5e-4, name
     for row, wanted_row in zip(rows_of(folder), rows_of(expected), strict=True):
         assert row == pytest.approx(wanted_row, rel=1e-2)
+        assert row["loss"] == pytest.approx(wanted_row["loss"], rel=1e-4)
