@@ -42,7 +42,7 @@ from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_afte
 from dspark.train.optimizer import learning_rate
 from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder
 from dspark.train.setup import average_note, bias_note, check_mask_row, check_record, fresh_draft, prepare
-from dspark.train.step import Learner, train_step
+from dspark.train.step import Learner, make_graphs, train_step
 
 EXAMPLES = """
 Examples:\n
@@ -91,7 +91,6 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         write_run_folder(run, launch)
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
-    metrics = PooledMetrics(learner.stopwatch)
     windows = with_feed(
         plan_windows(reader, run, share, share.starts(done.sequences_seen, run.train.steps - done.step), device),
         reader,
@@ -104,6 +103,9 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             f"mixed precision: {accelerator.mixed_precision}{average_note(run.train)}"
             + bias_note(reader.manifest, run.objective)
         )
+        if device.type == "cuda":
+            make_graphs(learner)
+        metrics = PooledMetrics(learner.stopwatch)
         for window, feed in windows:
             metrics.add(train_step(learner, window, done.step, feed))
             done = TrainingProgress(done.step + 1, done.sequences_seen + share.sequences_per_step)

@@ -30,11 +30,12 @@ from typer.testing import CliRunner
 
 import train
 from dspark.cli.probe import load_probe
-from dspark.config import load_run
+from dspark.config import RunConfig, load_run
 from dspark.errors import CheckpointError, ConfigError, RecordError
 from dspark.export import read_draft
 from dspark.files import claim
 from dspark.target.loading import load_tables, target_fingerprint
+from dspark.train.batches import Share, window_draws
 from dspark.train.log import DECODED
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,26 @@ def test_ten_steps_are_five_and_five_bit_for_bit(place: Path, tmp_path: Path) ->
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "run" / "draft" / file).read_bytes() == (place / "run" / "draft" / file).read_bytes()
     assert len(json.loads((tmp_path / "run" / "provenance.json").read_text())) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU's graphs are compiled in each process")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_on_a_gpu_they_are_so_in_another_process_whatever_it_sees_first(tmp_path: Path, precision: str) -> None:
+    fields = run_fields(tmp_path, num_anchors=400, accumulation_steps=1)
+    fields["record"]["max_tokens"] = fields["draft"]["max_position_embeddings"] = 4096
+    sequences = make_sequences(lengths=(2000, 30, 3000, 4000, 70, 3500, 2500))
+    run = RunConfig.model_validate(fields)
+    firsts = [window_draws(len(sequences), run.seed, seen, Share(1, 1, 0, 1))[0][0].index for seen in (0, 5)]
+    assert [len(sequences[index].ids_T) > 1000 for index in firsts] == [True, False]  # of the run, and of its rest
+    write_record(tmp_path / "record", write_tiny_ling(tmp_path / "target"), sequences)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
+    command = [sys.executable, "train.py", "--config", str(tmp_path / "config.yaml")]
+    whole = launch(*command, ACCELERATE_MIXED_PRECISION=precision)
+    assert "1 x cuda" in whole.stdout, whole.stderr
+    override = half_way(tmp_path, tmp_path / "half")[0]
+    rest = launch(*command, "--resume", "--set", override, ACCELERATE_MIXED_PRECISION=precision)
+    assert "from step 5" in rest.stdout, rest.stderr
+    assert_same(tmp_path / "half", tmp_path / "run", tolerance=0.0)
 
 
 def test_so_they_are_with_muon_a_late_decay_and_layers_computed_again(tmp_path: Path) -> None:

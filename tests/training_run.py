@@ -59,11 +59,11 @@ def take_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:
     return train_step(learner, window, step, copied_ahead(map(ready, window), learner.accelerator.device))
 
 
-def make_sequences(seed: int = 0) -> Sequences:
+def make_sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> Sequences:
     """Sequences of several lengths whose supervised parts differ a lot; the states are random."""
     generator = torch.Generator().manual_seed(seed)
     sequences = Sequences()
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         loss_mask_T = torch.arange(length) >= (3 if number % 2 else length - 6)
         last_hidden_TD = torch.randn(length, WIDTH, generator=generator)
         last_hidden_TD[:-1][~loss_mask_T[1:]] = 0

@@ -76,6 +76,7 @@ class DraftModel(nn.Module):
         A graph is made when its inputs are first seen and serves any length; the sizes first seen decide in which
         order it adds. ``torch.compiler.set_stance("force_eager")`` leaves graphs out.
         """
+        torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal are not one size
         torch._dynamo.config.optimize_ddp = False  # it would cut every layer for the sake of the exchange
         torch._dynamo.config.recompile_limit = 64  # past it layers would run plainly, and round in another way
         for module in (*self.layers, self.confidence_head):

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from itertools import tee
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from dspark.config import RunConfig, TrainSection
 from dspark.draft.anchors import BlockTargets, block_targets, sample_anchors
+from dspark.kernels.transfer import onto
 from dspark.train.slots import PIECE_NUMBERS, Slots, lay_out
 from dspark.types import RecordedSequence
 
@@ -50,8 +52,9 @@ class Plan:
 
     The sequences lie one after another in a row of T tokens. Shapes: ids_T, positions_T int64, positions start from 0
     in every sequence; starts_A, anchors_A int64, where in the row the sequence of a block and its anchor stand, in the
-    row's order. Without an anchor there is one block at place 0 that counts nothing, so that every parameter has a
-    gradient. ``indices`` are the sequences' places in the record.
+    row's order. Where the texts have fewer than two anchors, blocks at place 0 that count nothing make them two: every
+    parameter has a gradient, and a compiled graph, which would take a single one for a number of its own, serves all.
+    ``indices`` are the sequences' places in the record.
     """
 
     ids_T: Tensor
@@ -237,14 +240,29 @@ def plan_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: to
         starts.append(torch.full_like(anchors_A, start))
         anchors.append(start + anchors_A)
         start += len(ids_T)
-    if not sum(map(len, anchors)):
-        starts, anchors, nothing_1K = [torch.zeros(1).long()], [torch.zeros(1).long()], torch.zeros(1, block_size)
-        targets = [BlockTargets(nothing_1K.long(), nothing_1K.bool())]
+    if missing := max(0, 2 - sum(map(len, anchors))):
+        nothing_A, nothing_AK = torch.zeros(missing).long(), torch.zeros(missing, block_size)
+        starts, anchors = [nothing_A, *starts], [nothing_A, *anchors]
+        targets = [BlockTargets(nothing_AK.long(), nothing_AK.bool()), *targets]
     whole = BlockTargets(*(torch.cat([getattr(each, x.name) for each in targets]) for x in fields(BlockTargets)))
     anchors_A, numbers = torch.cat(anchors), PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"]
     slots = lay_out(whole, anchors_A, numbers, run.draft.vocab_size)
     row = torch.cat(ids), torch.cat(positions), torch.cat(starts), anchors_A
     return Plan(*row, slots, tuple(draw.index for draw in draws))
+
+
+def blank_batch(run: RunConfig, device: torch.device) -> Batch:
+    """One sequence of ``record.max_tokens``, 4,096 at most, with as many anchors as the run allows, on ``device``.
+    It says nothing, zeros everywhere, and depends on the run alone.
+    """
+    draft, num_tokens = run.draft, min(run.record.max_tokens, 4096)
+    text = torch.zeros(num_tokens).long(), torch.ones(num_tokens).bool()
+    plan = plan_batch(SimpleNamespace(text=lambda _: text), [Draw(0, 0)], run, device)
+    there: Plan = _with_tensors(plan, partial(onto, device))
+    states = partial(torch.zeros, device=device, dtype=getattr(torch, run.target.dtype))
+    taps_TLD = states(num_tokens, len(draft.target_layer_ids), draft.hidden_size)
+    given = {field.name: getattr(there, field.name) for field in fields(Plan)}
+    return Batch(**given, taps_TLD=taps_TLD, last_hidden_TD=states(num_tokens, draft.hidden_size))
 
 
 def fill(record: Record, plan: Plan, device: torch.device = CPU) -> Batch:

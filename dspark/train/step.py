@@ -15,7 +15,7 @@ from dspark.distributed import gather_over_ranks, sum_over_ranks, whole, world_s
 from dspark.draft.model import DraftModel, DraftOutput
 from dspark.errors import TrainingError
 from dspark.kernels.transfer import onto
-from dspark.train.batches import Batch, Plan
+from dspark.train.batches import Batch, Plan, blank_batch
 from dspark.train.objective import Metrics, Teacher, denominators, objective
 from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
 from dspark.train.timing import Stopwatch
@@ -67,6 +67,20 @@ def train_step(learner: Learner, window: Sequence[Plan], step: int, feed: Iterat
     share = one / world_size()
     once = {"loss": (torch.stack(losses).sum(), share), "gradient_norm": (norm * share, share)}
     return _summed([*metrics, once], device)
+
+
+def make_graphs(learner: Learner) -> None:
+    """Compile what a GPU runs, on a batch that depends on the run alone; every process calls it before its first step.
+
+    In which order a graph adds follows from the sizes that it first sees, so a run that goes on in another process
+    would else round in another way. Nothing of the learner changes.
+    """
+    here = blank_batch(learner.run, learner.accelerator.device)
+    with gradient_exchange(learner, is_last=False):
+        taps_TLD = here.taps_TLD.requires_grad_()  # asked for alone, so that no parameter is given a gradient
+        pooled = here.slots.valid_AK.new_ones(2, dtype=torch.float64)
+        loss, _ = judge_blocks(learner, draft_blocks(learner, here), here, pooled, step=0)
+        torch.autograd.grad(loss, taps_TLD)
 
 
 def micro_step(learner: Learner, here: Batch, pooled: Tensor, step: int, is_last: bool) -> tuple[Tensor, Metrics]:

@@ -83,13 +83,17 @@ def test_a_batch_holds_its_sequences_in_one_row_without_padding(tmp_path: Path) 
     assert len(alone[1].anchors_A) == run.train.num_anchors
 
 
-def test_sequences_without_an_anchor_give_one_block_that_counts_nothing(tmp_path: Path) -> None:
+def test_there_are_two_blocks_or_more_and_those_added_count_nothing(tmp_path: Path) -> None:
     sequences = make_sequences()
     for sequence in sequences:
         sequence.loss_mask_T[:] = False
     batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path))
-    assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0], [0])
-    assert batch.slots.valid_AK.tolist() == [[False] * 4]
+    assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0, 0], [0, 0])
+    assert batch.slots.valid_AK.tolist() == [[False] * 4] * 2
+    sequences[2].loss_mask_T[20:22] = True  # the first of them is an anchor
+    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path))
+    assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0, LENGTHS[0]], [0, LENGTHS[0] + 20])
+    assert batch.slots.valid_AK.tolist() == [[False] * 4, [True, False, False, False]]
 
 
 def test_windows_planned_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One step: independent of how its sequences are split, clipped, and never taken on numbers that are not finite."""
 
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from training_run import make_learner, make_sequences, read_batch, read_window, take_step
 
+from dspark.draft import backbone
 from dspark.errors import TrainingError
 from dspark.train import objective as room
 from dspark.train.batches import Batch, Draw, Share, copied_ahead, ready
 from dspark.train.objective import denominators
-from dspark.train.step import Learner, micro_step
+from dspark.train.step import Learner, make_graphs, micro_step
 
 
 def make_window(learner: Learner) -> list[Batch]:
@@ -166,6 +168,53 @@ def test_under_autocast_the_objective_runs_in_it_too_and_gradients_stay_near(
     assert set(seen[: len(seen) // 2]) == {False}
     assert set(seen[len(seen) // 2 :]) == {True}
     assert 1e-4 < float((found[1] - found[0]).norm() / found[0].norm()) < 5e-2
+
+
+@pytest.mark.parametrize("num_tokens", [33, 24, 256])  # 24: as many as the slots of its anchors
+def test_the_graphs_made_before_the_first_step_serve_every_batch_and_leave_the_learner_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    torch.compiler.reset()
+    graphs: list[Any] = []
+    whole = partial(torch.compile, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    monkeypatch.setattr(torch, "compile", lambda run, dynamic, options: whole(run, dynamic=dynamic))
+    monkeypatch.setattr(room, "fused", lru_cache(lambda part, _: torch.compile(part, dynamic=True, options={})))
+    # On a CPU attention walks over documents, which no graph can hold; on a GPU it is one operation.
+    monkeypatch.setattr(backbone, "anchor_attention", lambda q, ck, cv, k, v, *_: q + (ck * cv).mean() + (k * v).mean())
+    learner = make_learner(tmp_path)
+    learner.draft.compile_layers()
+    limits = learner.run.record.model_copy(update={"max_tokens": num_tokens})
+    learner = replace(learner, run=learner.run.model_copy(update={"record": limits}))
+    before = {name: tensor.clone() for name, tensor in learner.draft.state_dict().items()}
+    make_graphs(learner)
+    made = len(graphs)
+    assert made == 5  # the first layer, whose input has no gradient, the others, confidence; weights, terms
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.draft.state_dict().items())
+    assert all(parameter.grad is None for parameter in learner.draft.parameters())
+    sequences, share = make_sequences(), Share(batch_size=1, accumulation_steps=4, rank=0, world_size=1)
+    for loss_mask_T in (sequences[0].loss_mask_T, sequences[2].loss_mask_T):
+        loss_mask_T[:] = torch.arange(len(loss_mask_T)) == 9  # nothing to learn
+    sequences[4].loss_mask_T[:] = torch.arange(len(sequences[4].loss_mask_T)) > len(sequences[4].loss_mask_T) - 3
+    for step in range(4):
+        take_step(learner, read_window(sequences, learner.run, 4 * step, share), step)
+    assert len(graphs) == made
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="layers are compiled on a GPU alone")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_on_a_gpu_too_no_step_needs_another_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    learner = make_learner(tmp_path, "cuda")
+    make_graphs(learner)
+    share = Share(batch_size=1, accumulation_steps=4, rank=0, world_size=1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(4):
+            window = read_window(make_sequences(), learner.run, 4 * step, share, learner.accelerator.device)
+            take_step(learner, window, step)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU works behind its host")
