@@ -115,7 +115,7 @@ def plan_windows(
 
 
 def with_feed(
-    windows: Iterable[Future[list[Plan]]], record: Record, device: torch.device
+    windows: Generator[Future[list[Plan]]], record: Record, device: torch.device
 ) -> Generator[tuple[list[Plan], Iterator[Batch]]]:
     """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too.
     Whoever takes a window takes as many batches off the feed, and closes this when done. What cannot be read is told
@@ -130,7 +130,7 @@ def with_feed(
             yield from window.result()
 
     reading = started_ahead(partial(fill, record, device=device), plans())
-    with closing(reading), closing(copied_ahead(reading, device)) as feed:
+    with closing(windows), closing(reading), closing(copied_ahead(reading, device)) as feed:
         for window in ours:
             yield window.result(), feed
 

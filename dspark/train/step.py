@@ -79,7 +79,8 @@ def make_graphs(learner: Learner) -> None:
     with gradient_exchange(learner, is_last=False):
         taps_TLD = here.taps_TLD.requires_grad_()  # asked for alone, so that no parameter is given a gradient
         pooled = here.slots.valid_AK.new_ones(2, dtype=torch.float64)
-        loss, _ = judge_blocks(learner, draft_blocks(learner, here), here, pooled, step=0)
+        # Not through what accelerate wrapped: DeepSpeed would exchange gradients that are not there.
+        loss, _ = judge_blocks(learner, draft_blocks(learner.draft, here), here, pooled, step=0)
         torch.autograd.grad(loss, taps_TLD)
 
 
@@ -91,7 +92,7 @@ def micro_step(learner: Learner, here: Batch, pooled: Tensor, step: int, is_last
     clock = learner.stopwatch
     clock.lap("data_wait")
     with gradient_exchange(learner, is_last):
-        loss, found = judge_blocks(learner, draft_blocks(learner, here), here, pooled, step)
+        loss, found = judge_blocks(learner, draft_blocks(learner.wrapped, here), here, pooled, step)
         clock.lap("forward")
         if learner.engine:
             learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
@@ -101,9 +102,9 @@ def micro_step(learner: Learner, here: Batch, pooled: Tensor, step: int, is_last
     return loss.detach(), found
 
 
-def draft_blocks(learner: Learner, here: Batch) -> DraftOutput:
-    """What the draft says about a batch on the device."""
-    output: DraftOutput = learner.wrapped(here.ids_T, here.positions_T, here.taps_TLD, here.starts_A, here.anchors_A)
+def draft_blocks(draft: nn.Module, here: Batch) -> DraftOutput:
+    """What the draft, plain or as accelerate wrapped it, says about a batch on the device."""
+    output: DraftOutput = draft(here.ids_T, here.positions_T, here.taps_TLD, here.starts_A, here.anchors_A)
     return output
 
 

@@ -127,6 +127,10 @@ def planned(window: Any) -> Future[list[Plan]]:
     return future
 
 
+def assert_no_thread() -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+
+
 @pytest.mark.parametrize("part", ["text", "states"])
 @pytest.mark.parametrize("bad", [0, 5, 9])
 def test_what_cannot_be_read_ends_the_run_at_its_own_step_and_no_earlier(tmp_path: Path, part: str, bad: int) -> None:
@@ -152,6 +156,7 @@ def test_what_cannot_be_read_ends_the_run_at_its_own_step_and_no_earlier(tmp_pat
 
     with pytest.raises(RecordError, match="damaged"):
         read_all()
+    assert_no_thread()
     place = order.index(bad)
     assert fed == order[: place if part == "states" else place // 2 * 2]
 
@@ -160,7 +165,7 @@ def test_the_feed_of_windows_gives_their_batches_and_goes_on_behind_them(tmp_pat
     run, share, sequences = make_run(tmp_path), Share(1, 2, 0, 1), make_sequences()
     windows = [read_window(sequences, run, start, share) for start in (0, 2, 4)]
     given, fed = [], []
-    for window, feed in with_feed(map(planned, windows), sequences, CPU):
+    for window, feed in with_feed((planned(window) for window in windows), sequences, CPU):
         given.append(window)
         fed += [next(feed) for _ in window]
     assert given == windows
@@ -182,7 +187,7 @@ def test_no_more_than_a_few_batches_are_read_ahead_of_the_one_in_use(tmp_path: P
     sequences, run = Counting(make_sequences() * 4), make_run(tmp_path)
     windows = [[plan_batch(sequences, [Draw(0, index)], run) for index in range(20)]]
     read.clear()
-    ahead = with_feed(map(planned, windows), sequences, CPU)
+    ahead = with_feed((planned(window) for window in windows), sequences, CPU)
     _, feed = next(ahead)
     for count in range(5):
         next(feed)
@@ -191,7 +196,7 @@ def test_no_more_than_a_few_batches_are_read_ahead_of_the_one_in_use(tmp_path: P
     ahead.close()
     time.sleep(0.05)
     assert len(read) <= 5 + AHEAD
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    assert_no_thread()
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has streams")

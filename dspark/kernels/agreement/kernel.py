@@ -58,7 +58,7 @@ def _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L
     log_q_GL, log_p_GL = (zq_GL - most_q) * LOG2_E - log_q, (zp_GL - most_p) * LOG2_E - log_p
     q_GL, p_GL = tl.exp2(log_q_GL), tl.exp2(log_p_GL)
     gap_L += tl.sum(p_GL * (log_p_GL - log_q_GL), 0)
-    least_L += tl.sum(tl.minimum(p_GL, q_GL), 0)
+    least_L += tl.sum(tl.minimum(p_GL, q_GL, propagate_nan=tl.PropagateNan.ALL), 0)
     inner_L += tl.sum(tl.where(p_GL > q_GL, q_GL, tl.where(p_GL < q_GL, -q_GL, 0.0)), 0)
     return gap_L, least_L, inner_L
 

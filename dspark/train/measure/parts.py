@@ -36,7 +36,7 @@ class MicroStep:
     def output(self) -> DraftOutput:
         """What the draft says, in leaves of its own; made when it is first asked for, as ``pulls`` is."""
         with torch.no_grad():
-            said = draft_blocks(self.learner, self.here)
+            said = draft_blocks(self.learner.wrapped, self.here)
         return DraftOutput(*(None if x is None else x.detach().requires_grad_() for x in said))  # type: ignore[arg-type]
 
     @cached_property
@@ -66,7 +66,7 @@ class MicroStep:
     def body(self) -> None:
         """The draft alone: forward, and backward from a random gradient of what it says."""
         with gradient_exchange(self.learner, is_last=False):
-            torch.autograd.backward(_own_tensors(draft_blocks(self.learner, self.here)), self.pulls)
+            torch.autograd.backward(_own_tensors(draft_blocks(self.learner.wrapped, self.here)), self.pulls)
 
     @property
     def _step(self) -> int:
