@@ -55,11 +55,13 @@ def greedy(verifier: Verifier, prompt_T: torch.Tensor, num_tokens: int) -> dict[
     return {"greedy": torch.tensor(ids), "greedy logits": verifier.logits(torch.stack(hidden))}
 
 
-def write_everything(ranks: Ranks, folder: Path, dtypes: list[torch.dtype], device: str, num_greedy: int) -> None:
-    """A rank's ``everything``, of the nano target in every dtype, into its file."""
+def write_everything(
+    ranks: Ranks, folder: Path, dtypes: list[torch.dtype], device: str, num_greedy: int, target: Path = NANO_FOLDER
+) -> None:
+    """A rank's ``everything``, of the target in every dtype, into its file."""
     torch.set_num_threads(1)
     for dtype in dtypes:
-        verifier = Verifier.load(NANO_FOLDER, CAPACITY_TOKENS + 64, LAYERS, dtype, device, ranks)
+        verifier = Verifier.load(target, CAPACITY_TOKENS + 64, LAYERS, dtype, device, ranks)
         save_file(everything(verifier, num_greedy), folder / f"{dtype} {ranks.rank}.safetensors")
 
 

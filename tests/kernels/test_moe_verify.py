@@ -130,14 +130,14 @@ def test_the_public_functions_refuse_what_does_not_fit(kernel_device: torch.devi
             wrong()
 
 
-def flash_part(is_up: bool, choice: dict[str, Any], inner: int = 192) -> dict[str, Any]:
-    """A launch of flash's experts at a quarter or half, 9 tokens, bfloat16, as the compiler sees it."""
+def flash_part(is_up: bool, choice: dict[str, Any], inner: int = 192, padded_tokens: int = 16) -> dict[str, Any]:
+    """A launch of flash's experts at a quarter or half, 9 tokens or 1, bfloat16, as the compiler sees it."""
     constexprs = {
         "PAIRS_A_ROW": 9 if is_up else 1,
         "HALVES": 2 if is_up else 1,
         "R": inner if is_up else 2560,
         "K": 2560 if is_up else inner,
-        "N": 16,
+        "N": padded_tokens,
         "PADDED": 16,
         "BLOCK_R": choice["block_rows"],
         "BLOCK_K": choice["block_k"],
@@ -156,8 +156,11 @@ def flash_part(is_up: bool, choice: dict[str, Any], inner: int = 192) -> dict[st
 def test_the_kernels_compile_for_sm90_without_spills_and_write_after_the_wait() -> None:
     quarter = [flash_part(True, kernel.UP), flash_part(False, kernel.DOWN)]
     half = [flash_part(True, kernel.UP, 384), flash_part(False, kernel.DOWN_HALF, 384)]
-    up, down, *halves = compile_sm90("dspark.kernels.moe.kernel", quarter + half)
-    for one, asks in ((up, "prefetch.global"), (down, "ld.global"), *((one, "prefetch.global") for one in halves)):
+    alone = [flash_part(True, kernel.UP_ONE | {"block_rows": 8}, 384, 8), flash_part(False, kernel.DOWN_ONE, 384, 8)]
+    compiled = compile_sm90("dspark.kernels.moe.kernel", quarter + half + alone)
+    up, down, *_, down_one = compiled
+    asked = dict.fromkeys(compiled, "prefetch.global") | dict.fromkeys((down, down_one), "ld.global")
+    for one, asks in asked.items():
         assert one.spill_bytes == 0
         assert one.registers <= 168
         assert one.shared_bytes <= 227 * 1024

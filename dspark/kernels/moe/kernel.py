@@ -25,6 +25,10 @@ DOWN = {"form": "whole", "block_rows": 64, "min_rows": 64, "block_k": 64, "num_s
 DOWN_HALF = DOWN | {"form": "plain", "block_rows": 128, "min_rows": 32, "block_k": 128, "num_stages": 3, "num_warps": 8}
 """At half of flash (384)."""
 
+UP_ONE = UP | {"block_k": 256, "num_stages": 4}
+DOWN_ONE = DOWN | {"block_k": 128, "num_warps": 2}
+"""Of one token, whose few experts keep no memory busy. At half of flash down loads all its weights before ``wait``."""
+
 DOWN_WIDE = DOWN | {"form": "plain", "block_rows": 32, "min_rows": 16, "block_k": 128, "num_stages": 5}
 """The dense MLP (6144 / 4), and experts that are not sharded (768)."""
 
@@ -144,7 +148,8 @@ def up(
     """See the package. ``changes`` to UP."""
     act_MI = x_TD.new_empty(dispatch.weights_TJ.numel(), gate_up_XCD.shape[1] // 2)
     pairs_a_row = dispatch.weights_TJ.shape[1]
-    _launch(x_TD, gate_up_XCD, limits_X, dispatch, act_MI, 2, pairs_a_row, is_chained, UP | changes)
+    choice = (UP_ONE if len(x_TD) == 1 else UP) | changes
+    _launch(x_TD, gate_up_XCD, limits_X, dispatch, act_MI, 2, pairs_a_row, is_chained, choice)
     return act_MI
 
 
@@ -153,8 +158,8 @@ def down(
 ) -> torch.Tensor:
     """See the package. ``changes`` to DOWN."""
     out_MD = act_MI.new_empty(act_MI.shape[0], down_XDI.shape[1])
-    width = down_XDI.shape[2]
-    choice = (DOWN if width <= 256 else DOWN_HALF if width <= 512 else DOWN_WIDE) | changes
+    width, half = down_XDI.shape[2], DOWN_ONE if len(dispatch.weights_TJ) == 1 else DOWN_HALF
+    choice = (DOWN if width <= 256 else half if width <= 512 else DOWN_WIDE) | changes
     _launch(act_MI, down_XDI, out_MD, dispatch, out_MD, 1, 1, is_chained, choice)
     return out_MD.view(*dispatch.weights_TJ.shape, -1)
 

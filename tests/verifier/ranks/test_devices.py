@@ -3,11 +3,13 @@
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import device_ranking
 import pytest
 import ranking
 import torch
+from tiny import write_tiny_ling
 from verifying import CAPACITY_TOKENS
 
 from dspark.target.loading import NANO_FOLDER
@@ -16,6 +18,31 @@ from dspark.verifier.ranks import start
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DTYPES = [torch.float32, torch.bfloat16]
+MIDDLING: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "layer_group_size": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 256,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "expert_swiglu_limit_list": [0] * 8 + [0.5] * 4,
+    "share_expert_swiglu_limit_list": [0] * 7 + [0.5] * 5,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 192,
+    "v_head_dim": 128,
+}
+"""Flash's heads and routing at 0.8 billion random weights, with one MTP layer."""
 
 
 @pytest.mark.parametrize("is_chained", [False, True])
@@ -28,12 +55,14 @@ def test_a_hundred_thousand_delayed_sums_are_bit_equal(is_chained: bool) -> None
     start(partial(device_ranking.delayed_sums, is_chained=is_chained, num_calls=100_000), 2, "cuda")
 
 
-def test_two_gpus_say_what_one_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["nano", "middling"])
+def test_two_gpus_say_what_one_says(tmp_path: Path, target: str) -> None:
+    place = NANO_FOLDER if target == "nano" else write_tiny_ling(tmp_path / "target", **MIDDLING)
     work = partial(ranking.write_everything, folder=tmp_path, dtypes=DTYPES, device="cuda", num_greedy=256)
-    start(work, 2, "cuda", 60.0)
+    start(partial(work, target=place), 2, "cuda", 60.0)
     for dtype in DTYPES:
         first, second = ranking.read_everything(tmp_path, dtype, 2)
-        verifier = Verifier.load(NANO_FOLDER, CAPACITY_TOKENS + 64, ranking.LAYERS, dtype, "cuda:0")
+        verifier = Verifier.load(place, CAPACITY_TOKENS + 64, ranking.LAYERS, dtype, "cuda:0")
         alone = ranking.everything(verifier, 256)
         ranking.assert_alike([first, second])
         ranking.assert_same_text(first, alone, dtype)
