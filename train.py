@@ -73,6 +73,9 @@ def main(
     is_main = accelerator.is_main_process  # the only process that holds the target, and only to probe
     probe = load_probe(run, accelerator.device) if is_main and run.train.probe_every_steps else None
     with claim(run.train.folder) if is_main else nullcontext():
+        if accelerator.device.type == "cuda":
+            accelerator.print("compiling the layers, half a minute")
+            make_graphs(learner)
         train(learner, reader, launch, resume, probe)
     leave(accelerator)
 
@@ -103,8 +106,6 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             f"mixed precision: {accelerator.mixed_precision}{average_note(run.train)}"
             + bias_note(reader.manifest, run.objective)
         )
-        if device.type == "cuda":
-            make_graphs(learner)
         metrics = PooledMetrics(learner.stopwatch)
         for window, feed in windows:
             metrics.add(train_step(learner, window, done.step, feed))

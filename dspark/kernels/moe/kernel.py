@@ -27,7 +27,7 @@ DOWN_HALF = DOWN | {"form": "plain", "block_rows": 128, "min_rows": 32, "block_k
 
 UP_ONE = UP | {"block_k": 256, "num_stages": 4}
 DOWN_ONE = DOWN | {"block_k": 128, "num_warps": 2}
-"""Of one token, whose few experts keep no memory busy. At half of flash down loads all its weights before ``wait``."""
+"""Of one token at half of flash, where few experts keep no memory busy; down loads all its weights before ``wait``."""
 
 DOWN_WIDE = DOWN | {"form": "plain", "block_rows": 32, "min_rows": 16, "block_k": 128, "num_stages": 5}
 """The dense MLP (6144 / 4), and experts that are not sharded (768)."""
@@ -148,7 +148,7 @@ def up(
     """See the package. ``changes`` to UP."""
     act_MI = x_TD.new_empty(dispatch.weights_TJ.numel(), gate_up_XCD.shape[1] // 2)
     pairs_a_row = dispatch.weights_TJ.shape[1]
-    choice = (UP_ONE if len(x_TD) == 1 else UP) | changes
+    choice = (UP_ONE if len(x_TD) == 1 and act_MI.shape[1] > 256 else UP) | changes
     _launch(x_TD, gate_up_XCD, limits_X, dispatch, act_MI, 2, pairs_a_row, is_chained, choice)
     return act_MI
 
