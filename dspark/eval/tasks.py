@@ -313,9 +313,9 @@ def _long_ids(chat: ChatFormat, name: str, length: int, num_prompts: int, path: 
             return encode_prompt(chat, Conversation(name, 1, text=content))
         return encode_prompt(chat, Conversation(name, 1, ({"role": "user", "content": content},)))
 
-    num_end = len(encoded(QUESTION))  # the question, and all that the template writes around it
-    if length < 2 * num_end:
-        raise ConfigError(f"task {name}: expected at least {2 * num_end} tokens; the question alone has {num_end}")
+    short = encoded(f"A\n\n---\n\n{QUESTION}")
+    if length < 2 * len(short):
+        raise ConfigError(f"task {name}: expected at least {2 * len(short)} tokens; the question has {len(short)}")
     rows = read_conversations((path,), "train")
     texts = (row.text or "\n\n".join(message["content"] for message in row.messages) for row in rows)
     text = "\n\n".join(texts)
@@ -326,7 +326,9 @@ def _long_ids(chat: ChatFormat, name: str, length: int, num_prompts: int, path: 
     prompts = []
     for start in range(0, min(num_prompts, len(spans) // length) * length, length):
         window = text[spans[start][0] : spans[start + length - 1][1]]
-        whole = encoded(f"{window}\n\n{QUESTION}")
+        whole = encoded(f"{window}\n\n---\n\n{QUESTION}")
         assert len(whole) >= length
-        prompts.append(torch.cat((whole[: length - num_end], whole[-num_end:])))  # the text loses its last tokens
+        is_end = whole.flip(0)[: len(short)] == short.flip(0)  # the question, and what the template writes after it
+        num_end = int(is_end.long().cumprod(0).sum())
+        prompts.append(torch.cat((whole[: length - num_end], whole[len(whole) - num_end :])))  # the text's last ids go
     return tuple(prompts)
