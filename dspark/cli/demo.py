@@ -24,8 +24,7 @@ from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.draft.model import DraftModel
 from dspark.errors import DsparkError
 from dspark.eval.comparison import compare, summary
-from dspark.eval.excerpt import pieces
-from dspark.eval.page import Page, render
+from dspark.eval.page import Page, pieces, render
 from dspark.eval.report import comparison_table
 from dspark.eval.tasks import REPOSITORY, load_task
 from dspark.export import draft_fingerprint, read_draft

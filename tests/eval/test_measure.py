@@ -13,7 +13,6 @@ from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
-from dspark.eval.excerpt import Piece, pieces
 from dspark.eval.measure import DecodedText, decode_prompts, is_looping, measure, summarise
 
 PROMPTS = [torch.tensor([3, 1, 4]), torch.tensor([1, 5]), torch.tensor([9])]
@@ -120,23 +119,3 @@ def test_a_text_that_left_its_loop_to_stop_does_not_loop() -> None:
     assert stopped.ids_T.tolist() == [2] * 56 + [1]
     assert not stopped.is_looping
     assert cut.is_looping
-
-
-def test_an_excerpt_says_who_wrote_which_characters() -> None:
-    said = ["a", "b", "c", "d", "e", "f"]
-    decoded = text([0, 1, 2, 3, 4, 5], 3, 2)
-    assert pieces(decoded, lambda ids: "".join(said[i] for i in ids)) == (
-        Piece("a", 0, False),
-        Piece("bc", 1, True),
-        Piece("d", 1, False),
-        Piece("e", 2, True),
-        Piece("f", 2, False),
-    )
-
-
-def test_bytes_of_one_character_go_to_the_piece_that_completes_it() -> None:
-    bytes_of = [b"x", b"\xc3", b"\xa9", b"y"]
-    decoded = text([0, 1, 2, 3], 1, 2)
-    cut = pieces(decoded, lambda ids: b"".join(bytes_of[i] for i in ids).decode(errors="replace"))
-    assert "".join(piece.text for piece in cut) == "xéy"
-    assert cut == (Piece("x", 0, False), Piece("é", 2, True), Piece("y", 2, False))

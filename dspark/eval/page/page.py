@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from dspark.eval.charts import Interval, Series, bar_chart, interval_chart, line_chart
 from dspark.eval.comparison import Contender, summary
-from dspark.eval.excerpt import Piece
 from dspark.eval.measure import Measurement
+from dspark.eval.page.charts import Interval, Series, bar_chart, interval_chart, line_chart
+from dspark.eval.page.excerpt import Piece
+from dspark.eval.page.style import STYLE
 from dspark.eval.report import interval, loops, number
-from dspark.eval.style import STYLE
 
 TrainingRow = Mapping[str, float]
 
