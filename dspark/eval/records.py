@@ -1,0 +1,195 @@
+"""Decoded texts on disk: the rounds of an evaluation as one parquet file, and the journal from which it goes on."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow
+import torch
+from pyarrow import parquet
+from pydantic import ValidationError
+
+from dspark.config import Section, describe_validation
+from dspark.data.responses import TokenId
+from dspark.decode.round import Round
+from dspark.errors import RecordError
+from dspark.eval.measure import DecodedText
+from dspark.files import claim, partial_of, put_in_place, write_whole
+
+JOURNAL_FILE = "texts.jsonl"
+FORMAT = "dspark-texts-1"
+COLUMNS = {
+    "task": pyarrow.string(),
+    "temperature": pyarrow.float64(),
+    "contender": pyarrow.string(),
+    "prompt_index": pyarrow.int64(),
+    "round_index": pyarrow.int64(),
+    "num_proposed": pyarrow.int64(),
+    "accepted_drafts": pyarrow.int64(),
+    "acceptance_length": pyarrow.int64(),
+    "is_cut": pyarrow.bool_(),
+    "confidence_logits": pyarrow.list_(pyarrow.float64()),
+}
+SCHEMA = pyarrow.schema([pyarrow.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
+
+
+@dataclass(frozen=True)
+class TextKey:
+    """Which text of an evaluation: the prompt's place in its task, decoded by a contender at a temperature."""
+
+    task: str
+    temperature: float
+    contender: str
+    prompt_index: int
+
+
+def write_rounds(texts: Mapping[TextKey, DecodedText], path: Path) -> None:
+    """Write the rounds of all texts, a row each in the order of the texts, whole or not at all. A text without a round
+    leaves no row. The folder of ``path`` exists.
+    """
+    rows = [
+        asdict(key) | {"round_index": index} | asdict(counts)
+        for key, text in texts.items()
+        for index, counts in enumerate(text.rounds)
+    ]
+    beside = partial_of(path)
+    parquet.write_table(pyarrow.Table.from_pylist(rows, SCHEMA), beside, compression="zstd")
+    put_in_place(beside, path)
+
+
+def read_rounds(path: Path) -> dict[TextKey, tuple[Round, ...]]:
+    """The rounds of every text that has any, exactly as they were written.
+    Raises: RecordError for a file that is missing, damaged, or holds other columns or rounds out of order.
+    """
+    try:
+        with parquet.ParquetFile(path) as file:
+            if not file.schema_arrow.equals(SCHEMA):
+                raise RecordError(f"{path}: found the columns {file.schema_arrow.names}, expected {SCHEMA.names}")
+            rows = file.read().to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise RecordError(f"{path}: not the rounds of an evaluation ({error}); evaluate again") from error
+    found: dict[TextKey, tuple[Round, ...]] = {}
+    for key, group in groupby(rows, key=_take_key):
+        of_text = list(group)
+        if key in found or [row.pop("round_index") for row in of_text] != list(range(len(of_text))):
+            raise RecordError(f"{path}: the rounds of {key} are not in order; evaluate again")
+        found[key] = tuple(Round(**row | {"confidence_logits": tuple(row["confidence_logits"])}) for row in of_text)
+    return found
+
+
+def _take_key(row: dict[str, Any]) -> TextKey:
+    return TextKey(*(row.pop(name) for name in ("task", "temperature", "contender", "prompt_index")))
+
+
+class _Header(Section):
+    format: str
+    settings: dict[str, Any]
+
+
+class _Line(Section, strict=True):
+    """One finished text."""
+
+    task: str
+    temperature: float
+    contender: str
+    prompt_index: int
+    ids: list[TokenId]
+    rounds: tuple[Round, ...]
+    seconds: float
+    is_looping: bool
+
+
+class Journal:
+    """The finished texts of an evaluation in the order they were appended; opened by ``open_journal``."""
+
+    def __init__(self, file: BinaryIO, texts: dict[TextKey, DecodedText]) -> None:
+        self._file = file
+        self._texts = texts
+
+    @property
+    def texts(self) -> Mapping[TextKey, DecodedText]:
+        """What is done. ids_T int64 on the CPU."""
+        return self._texts
+
+    def append(self, key: TextKey, text: DecodedText) -> None:
+        """Add a text; when this returns it is on the disk, and no kill takes it away."""
+        assert key not in self._texts, f"{key} is done"
+        line = asdict(key) | {"ids": text.ids_T.tolist(), "rounds": [asdict(counts) for counts in text.rounds]}
+        line |= {"seconds": text.seconds, "is_looping": text.is_looping}
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._texts[key] = text
+
+
+@contextmanager
+def open_journal(folder: Path, settings: Mapping[str, object]) -> Iterator[Journal]:
+    """Begin the journal of an evaluation in the folder, or go on with it; nobody else can meanwhile.
+
+    ``settings`` (JSON values) is everything that decides what the texts say; it is the first line. A last line that a
+    kill cut short is dropped.
+    Raises: RecordError for a journal of other settings (it names them) or a line that is no text; ConfigError when
+    another process has it open.
+    """
+    path = folder / JOURNAL_FILE
+    with claim(folder):
+        if not path.exists():
+            write_whole(path, json.dumps({"format": FORMAT, "settings": dict(settings)}) + "\n")
+        texts = _read_texts(path, settings)
+        with path.open("ab") as file:
+            yield Journal(file, texts)
+
+
+def _read_texts(path: Path, settings: Mapping[str, object]) -> dict[TextKey, DecodedText]:
+    """The texts of a journal, whose torn last line is cut off once the rest is known to be this evaluation's."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    header, *lines = whole.split(b"\n")
+    try:
+        found = _Header.model_validate_json(header)
+    except ValidationError as error:
+        raise RecordError(f"{path}:1: not a journal ({describe_validation(error)}); delete it") from error
+    _check_header(path, found, settings)
+    texts: dict[TextKey, DecodedText] = {}
+    for number, line in enumerate(lines[:-1], 2):
+        try:
+            row = _Line.model_validate_json(line)
+        except ValidationError as error:
+            problem = describe_validation(error)
+            raise RecordError(f"{path}:{number}: not a text ({problem}); delete the lines from here on") from error
+        key = TextKey(row.task, row.temperature, row.contender, row.prompt_index)
+        if key in texts:
+            raise RecordError(f"{path}:{number}: {key} stands there twice; delete the lines from here on")
+        ids_T = torch.tensor(row.ids, dtype=torch.int64)
+        texts[key] = DecodedText(ids_T, row.rounds, row.seconds, row.is_looping)
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    return texts
+
+
+def _check_header(path: Path, found: _Header, settings: Mapping[str, object]) -> None:
+    if found.format != FORMAT:
+        raise RecordError(f"{path}: found the format {found.format!r}, expected {FORMAT!r}; choose another folder")
+    old, new = _flat(found.settings), _flat(json.loads(json.dumps(dict(settings))))
+    differing = [
+        f"{key} {old.get(key, 'absent')!r} (now {new.get(key, 'absent')!r})"
+        for key in old | new
+        if key not in old or key not in new or old[key] != new[key]
+    ]
+    if differing:
+        raise RecordError(
+            f"{path}: made with {', '.join(differing)}; choose another folder, or delete the file to start again"
+        )
+
+
+def _flat(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """A tree's leaves by their dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{place}{key}.") if isinstance(value, dict) and value else {f"{place}{key}": value}
+    return flat
