@@ -1,11 +1,16 @@
-"""Acceptance statistics of speculative decoding, pooled over rounds, with an interval over prompts."""
+"""Acceptance statistics of speculative decoding with intervals over prompts, and two drafts on the same prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from dspark.decode.round import Round
+
+PromptT = TypeVar("PromptT", bound=Hashable)
+SMALLEST_ERROR = 0.25
+"""Of a resample, as a share of the sample's: one that missed the few prompts that differ would divide by nearly 0."""
 
 
 @dataclass(frozen=True)
@@ -14,6 +19,8 @@ class AcceptanceStatistics:
 
     ``mean_acceptance_length``: tokens committed / rounds, the token after the accepted ones included; the token after
     the prompt counts nowhere. ``interval`` is its 95 % bootstrap interval over prompts.
+    ``mean_acceptance_length_per_prompt``: every prompt's own mean, averaged over the prompts that have a round, so that
+    a long text counts no more than a short one; ``interval_per_prompt`` is its interval.
     ``mean_acceptance_length_uncut``: the same over the rounds that the end of the text did not cut; None if all were.
     ``verify_rate``: tokens committed / rows verified.
     ``survival``: rounds that accepted slot k / rounds that proposed it. ``conditional``: the same among rounds that
@@ -26,6 +33,8 @@ class AcceptanceStatistics:
     num_tokens: int
     mean_acceptance_length: float
     interval: tuple[float, float]
+    mean_acceptance_length_per_prompt: float
+    interval_per_prompt: tuple[float, float]
     mean_acceptance_length_uncut: float | None
     mean_accepted_drafts: float
     verify_rate: float
@@ -46,6 +55,7 @@ def acceptance_statistics(
         raise ValueError("no rounds to measure: every text ended before the draft was asked")
     tokens = [sum(counts.acceptance_length for counts in prompt) for prompt in rounds_by_prompt]
     num_tokens = sum(tokens)
+    means = [total / len(prompt) for total, prompt in zip(tokens, rounds_by_prompt, strict=True) if prompt]
     uncut = [counts.acceptance_length for counts in rounds if not counts.is_cut]
     slots = range(max(counts.num_proposed for counts in rounds))
     accepted = [sum(counts.accepted_drafts > k for counts in rounds) for k in slots]
@@ -57,6 +67,8 @@ def acceptance_statistics(
         num_tokens=num_tokens,
         mean_acceptance_length=num_tokens / len(rounds),
         interval=bootstrap_interval(tokens, list(map(len, rounds_by_prompt)), seed, num_resamples),
+        mean_acceptance_length_per_prompt=sum(means) / len(means),
+        interval_per_prompt=bootstrap_interval(means, [1.0] * len(means), seed, num_resamples),
         mean_acceptance_length_uncut=sum(uncut) / len(uncut) if uncut else None,
         mean_accepted_drafts=sum(counts.accepted_drafts for counts in rounds) / len(rounds),
         verify_rate=num_tokens / (sum(counts.num_proposed for counts in rounds) + len(rounds)),
@@ -69,13 +81,114 @@ def acceptance_statistics(
 def bootstrap_interval(
     numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, num_resamples: int = 2000
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of sum(numerators) / sum(denominators) when prompts are drawn again with return.
+    """The studentised 95 % interval of sum(numerators) / sum(denominators) when prompts are drawn again with return.
+
+    It holds the truth more often than the percentile interval where prompts are few or a few of them are unlike the
+    others. Its bounds stay within the prompts' own ratios; a single prompt, or equal ones, give a point.
     Pairs with a denominator of zero (texts without a round) say nothing about the ratio and are left out.
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap, 12.5; the standard error is that of a linearised
+    ratio. Bounding a resample's standard error from below is ours.
     """
     pairs = [pair for pair in zip(numerators, denominators, strict=True) if pair[1] > 0]
     pairs_P2 = torch.tensor(pairs, dtype=torch.float64)
+    ratios_P = pairs_P2[:, 0] / pairs_P2[:, 1]
+    low, high = _studentised(pairs_P2[:, None], seed, num_resamples)
+    return max(low, float(ratios_P.min())), min(high, float(ratios_P.max()))
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Two drafts on the same prompts: their pooled mean acceptance lengths and ``difference`` = first - second, with
+    its 95 % bootstrap interval over prompts. ``p_value``: see ``swap_p_value``.
+    """
+
+    num_prompts: int
+    first: float
+    second: float
+    difference: float
+    interval: tuple[float, float]
+    p_value: float
+
+
+def compare_pairs(
+    first: Mapping[PromptT, Sequence[Round]],
+    second: Mapping[PromptT, Sequence[Round]],
+    seed: int = 0,
+    num_resamples: int = 2000,
+) -> PairedComparison:
+    """Compare two drafts prompt by prompt, which leaves out how much prompts differ from each other.
+
+    The keys say what was decoded and how (prompt, temperature, seed); both drafts must have decoded the same. Prompts
+    are drawn again together with both drafts' rounds. A prompt in which either draft had no round is left out.
+    Raises: ValueError when the prompts differ, or when none has rounds of both.
+    """
+    lonely = sorted(map(str, first.keys() ^ second.keys()))
+    if lonely:
+        raise ValueError(f"{len(lonely)} prompts were decoded by one draft only, the first is {lonely[0]}")
+    both = [prompt for prompt, rounds in first.items() if rounds and second[prompt]]
+    if not both:
+        raise ValueError("no prompt has rounds of both drafts")
+    counts = [[_tokens_and_rounds(draft[prompt]) for draft in (first, second)] for prompt in both]
+    counts_P22 = torch.tensor(counts, dtype=torch.float64)
+    lengths_2 = counts_P22[..., 0].sum(0) / counts_P22[..., 1].sum(0)
+    return PairedComparison(
+        num_prompts=len(both),
+        first=float(lengths_2[0]),
+        second=float(lengths_2[1]),
+        difference=float(lengths_2[0] - lengths_2[1]),
+        interval=difference_interval(counts_P22, seed, num_resamples),
+        p_value=swap_p_value(counts_P22, seed, num_resamples),
+    )
+
+
+def difference_interval(counts_P22: torch.Tensor, seed: int, num_resamples: int) -> tuple[float, float]:
+    """The studentised 95 % interval of the first draft's pooled mean minus the second's, prompts drawn again.
+    Shapes: counts_P22 float64: of every prompt and both drafts the tokens and the rounds (at least one).
+    """
+    return _studentised(counts_P22, seed, num_resamples)
+
+
+def swap_p_value(counts_P22: torch.Tensor, seed: int, num_resamples: int) -> float:
+    """How often the pooled means differ at least as much, in either direction, when a coin decides in every prompt
+    which draft is called the first (a sign flip of the prompt's difference).
+
+    Exact in this sense: were the two drafts' counts of a prompt exchangeable, for instance those of one draft with two
+    seeds, then P(p <= x) <= x for every x, however few prompts or flips; the observed labels count as one of the
+    flips. Of drafts that only share their mean it is an approximation for many prompts.
+    Shapes: as ``difference_interval``. Returns: at least 1 / (num_resamples + 1).
+    """
     generator = torch.Generator().manual_seed(seed)
-    choice_SP = torch.randint(len(pairs), (num_resamples, len(pairs)), generator=generator)
-    sums_S2 = pairs_P2[choice_SP].sum(1)
-    low, high = torch.quantile(sums_S2[:, 0] / sums_S2[:, 1], torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return float(low), float(high)
+    is_swapped_SP = torch.randint(2, (num_resamples, len(counts_P22)), generator=generator).double()
+    moved_S2 = is_swapped_SP @ (counts_P22[:, 1] - counts_P22[:, 0])
+    sums_22 = counts_P22.sum(0)
+    first_S2, second_S2 = sums_22[0] + moved_S2, sums_22[1] - moved_S2
+    difference_S = first_S2[:, 0] / first_S2[:, 1] - second_S2[:, 0] / second_S2[:, 1]
+    observed = sums_22[0, 0] / sums_22[0, 1] - sums_22[1, 0] / sums_22[1, 1]
+    return (1 + int((difference_S.abs() >= observed.abs()).sum())) / (num_resamples + 1)
+
+
+def _tokens_and_rounds(rounds: Sequence[Round]) -> tuple[int, int]:
+    return sum(counts.acceptance_length for counts in rounds), len(rounds)
+
+
+def _studentised(counts_PC2: torch.Tensor, seed: int, num_resamples: int) -> tuple[float, float]:
+    """The interval of one ratio of sums (C = 1), or of the first minus the second (C = 2)."""
+    generator = torch.Generator().manual_seed(seed)
+    num_prompts = len(counts_PC2)
+    choice_SP = torch.randint(num_prompts, (num_resamples, num_prompts), generator=generator)
+    (value,), (error,) = _value_and_error(counts_PC2[None])
+    value_S, error_S = _value_and_error(counts_PC2[choice_SP])
+    smallest = max(float(error) * SMALLEST_ERROR, torch.finfo(torch.float64).tiny)
+    t_S = (value_S - value) / error_S.clamp(min=smallest)
+    below, above = torch.quantile(t_S, torch.tensor([0.025, 0.975], dtype=torch.float64))
+    return float(value - above * error), float(value - below * error)
+
+
+def _value_and_error(counts_SPC2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ratio, or the difference of ratios, of every resample, and its linearised standard error over prompts."""
+    sums_SC2 = counts_SPC2.sum(1)
+    ratio_SC = sums_SC2[..., 0] / sums_SC2[..., 1]
+    residual_SPC = counts_SPC2[..., 0] - ratio_SC[:, None] * counts_SPC2[..., 1]
+    sign_C = torch.tensor([1.0, -1.0], dtype=torch.float64)[: ratio_SC.shape[1]]
+    pull_SP = (residual_SPC / sums_SC2[:, None, :, 1]) @ sign_C
+    return ratio_SC @ sign_C, pull_SP.square().sum(1).sqrt()
