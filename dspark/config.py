@@ -32,6 +32,7 @@ Width = Annotated[int, Field(ge=1, le=2**20), IsNumber]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), IsNumber]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), IsNumber]
 Fraction = Annotated[float, Field(ge=0, le=1), IsNumber]
+Share = Annotated[float, Field(gt=0, le=1), IsNumber]
 Beta = Annotated[float, Field(ge=0, lt=1), IsNumber]
 Folder = Annotated[Path, AfterValidator(_refuse_no_folder)]
 
@@ -183,6 +184,10 @@ class EvalSection(Section):
     max_prompts: PositiveInt | None = None
     max_new_tokens: PositiveInt = 2048
     temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
+    top_k: NonNegativeInt = 0
+    """Draw from the k likeliest tokens only; 0 is off."""
+    top_p: Share = 1.0
+    """Draw from the fewest tokens whose mass reaches this; 1 is off."""
 
 
 class RunConfig(Section):

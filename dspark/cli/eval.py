@@ -32,6 +32,8 @@ def evaluate(
     draft: Annotated[Path | None, typer.Option(help="An exported draft.")] = None,
     tasks: Annotated[str | None, typer.Option(help=TASKS_HELP)] = None,
     temperatures: Annotated[str | None, typer.Option(help="Separated by commas; 0 is greedy.  [default: 0,1]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens; 0 is off.  [default: 0]")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest of this mass.  [default: 1]")] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Of each task, the first ones.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of each prompt.  [default: 2048]")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float32 or float64.")] = None,
@@ -43,13 +45,11 @@ def evaluate(
     ] = None,
 ) -> None:
     """Decode held-out prompts with a draft and count the tokens that each round commits."""
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(json.parent, os.W_OK):  # known before the hours of work
-            raise ConfigError(f"--json: nothing can be written in {json.parent}; choose another folder")
+    _check_writable(json)
     run = load_run(config) if config else None
     listed = {"tasks": tasks and tasks.split(","), "temperatures": temperatures and temperatures.split(",")}
-    plan = _plan(run, listed | {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens})
+    limits = {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
+    plan = _plan(run, listed | limits)
     chosen = _target(run, target, dtype, device)
     folder = locate_target(chosen.path)
     place = draft or (run.train.folder / "draft" if run else None)
@@ -74,7 +74,7 @@ def evaluate(
     measurements = []
     for name, ids in prompts.items():
         for temperature in plan.temperatures:
-            sampling = Sampling(temperature, plan.max_new_tokens, facts.stop_token_ids)
+            sampling = Sampling(temperature, plan.max_new_tokens, facts.stop_token_ids, plan.top_k, plan.top_p)
             with count_progress(f"{name}, T = {temperature:g}", len(ids)) as advance:
                 measurements.append(measure(model, drafter, (name, ids), sampling, seed, advance))
     template = template_fingerprint(tokenizer) if tokenizer.chat_template else None
@@ -88,13 +88,21 @@ def evaluate(
         "sample_from_anchor": True,
         "target_layer_ids": draft_config.target_layer_ids,
     }
-    settings = plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device, "top_p": 1.0}
+    settings = plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device}
     report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), tuple(measurements))
     console = Console()
     console.print(*task_tables(report))
     if json is not None:
         write_json(report, json)
         console.print(f"written to {json}")
+
+
+def _check_writable(json: Path | None) -> None:
+    """What cannot be written is known before the hours of work."""
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(json.parent, os.W_OK):
+            raise ConfigError(f"--json: nothing can be written in {json.parent}; choose another folder")
 
 
 def _plan(run: RunConfig | None, given: dict[str, Any]) -> EvalSection:

@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, inverse-CDF draws, and where the random numbers come from."""
+"""From logits to a token: temperature, truncation, inverse-CDF draws, and where the random numbers come from."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -18,18 +18,25 @@ GREEDY_TEMPERATURE = 1e-5
 @dataclass(frozen=True)
 class Sampling:
     """How text is drawn and when it ends: after a stop token (which belongs to the text) or after max_new_tokens.
-    Raises: ValueError for a negative temperature or max_new_tokens below 1.
+    ``top_k`` (0 is off) and ``top_p`` (1 is off) leave the likeliest tokens only, see ``token_probs``.
+    Raises: ValueError for a negative temperature or top_k, max_new_tokens below 1, or a top_p outside (0, 1].
     """
 
     temperature: float
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}; 0 keeps every token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}; 1 keeps every token")
 
     @property
     def is_greedy(self) -> bool:
@@ -47,11 +54,29 @@ def row_uniforms(seed: int, row: int) -> Uniforms:
 
 def token_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The distribution that tokens are drawn from: softmax(logits / temperature), or one-hot at the argmax if greedy.
+
+    ``top_k`` then keeps the k likeliest tokens, and of these ``top_p`` the fewest likeliest whose share of their mass
+    reaches it, at least one; what is kept is normalised again. Of equal logits the lower id is the likelier.
+    Draft and target rows both come from here, so speculative text has the truncated target's law.
     Shapes: logits float32 or float64 [..., V]; the result has their shape and dtype.
+    Source: top-p is nucleus sampling (arXiv 1904.09751), in the order that serving engines apply the three.
     """
     if sampling.is_greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.softmax(logits / sampling.temperature, dim=-1)
+    scaled = logits / sampling.temperature
+    if sampling.top_k or sampling.top_p < 1:
+        scaled = scaled.masked_fill(~_is_kept(scaled, sampling), -torch.inf)
+    return torch.softmax(scaled, dim=-1)
+
+
+def _is_kept(scaled: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The tokens that truncation leaves, bool [..., V]; sums are float64, so only they decide where top_p cuts."""
+    order = scaled.sort(dim=-1, descending=True, stable=True).indices
+    order = order[..., : sampling.top_k or None]
+    cumulative = torch.softmax(scaled.gather(-1, order).double(), dim=-1).cumsum(-1)
+    is_first = torch.ones_like(cumulative[..., :1], dtype=torch.bool)
+    is_needed = torch.cat((is_first, cumulative[..., :-1] < sampling.top_p), dim=-1)
+    return torch.zeros_like(scaled, dtype=torch.bool).scatter_(-1, order, is_needed)
 
 
 def draw(probs_NV: torch.Tensor, uniforms_N: Sequence[float]) -> torch.Tensor:

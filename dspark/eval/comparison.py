@@ -43,7 +43,7 @@ def compare(
         target = open_target(draft.config.target_layer_ids if draft else ())
         answers = []
         for temperature in plan.temperatures:
-            sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids)
+            sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
             with progress(f"{name}, T = {temperature:g}", len(prompts)) as advance:
                 answers.append(decode_prompts(target, draft, prompts, sampling, seed, advance))
         pairs = zip(plan.temperatures, answers, strict=True)

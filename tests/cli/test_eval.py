@@ -89,6 +89,7 @@ def test_the_json_says_what_was_measured_and_on_what(place: Path, tmp_path: Path
     assert (tree["draft"]["block_size"], tree["draft"]["verify_rows"]) == (4, 5)
     assert tree["settings"]["is_thinking"] is False
     assert tree["settings"]["temperatures"] == [0.0, 1.0]
+    assert (tree["settings"]["top_k"], tree["settings"]["top_p"]) == (0, 1.0)
     assert {"commit", "versions", "hardware", "command", "time"} <= tree["provenance"].keys()
     assert [m["temperature"] for m in tree["measurements"]] == [0.0, 1.0]
     for m in tree["measurements"]:
@@ -98,6 +99,19 @@ def test_the_json_says_what_was_measured_and_on_what(place: Path, tmp_path: Path
         assert len(counts["survival"]) == len(counts["conditional"]) == 4
         assert counts["interval"][0] <= counts["mean_acceptance_length"] <= counts["interval"][1]
     assert "acceptance" in result.stdout
+
+
+def test_truncation_is_recorded_and_heeded(place: Path, tmp_path: Path) -> None:
+    """Of the likeliest token alone, text at temperature 1 is greedy text."""
+    greedy, truncated = tmp_path / "greedy", tmp_path / "truncated"
+    for words in (
+        arguments(place, temperatures="0", json=str(greedy)),
+        [*arguments(place, temperatures="1", json=str(truncated)), "--top-k", "1", "--top-p", "0.9"],
+    ):
+        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    expected, found = (json.loads(path.read_text()) for path in (greedy, truncated))
+    assert found["measurements"][0]["acceptance"] == expected["measurements"][0]["acceptance"]
+    assert (found["settings"]["top_k"], found["settings"]["top_p"]) == (1, 0.9)
 
 
 def test_the_same_command_counts_the_same_rounds(place: Path, tmp_path: Path) -> None:
@@ -122,6 +136,9 @@ def test_the_same_command_counts_the_same_rounds(place: Path, tmp_path: Path) ->
         ({"tasks": "gone.jsonl"}, "gone.jsonl: no such file"),
         ({"temperatures": "hot"}, "temperatures.0: Input should be a valid number"),
         ({"temperatures": "-1"}, "temperatures.0: Input should be greater than or equal to 0"),
+        ({"top-p": "0"}, "top_p: Input should be greater than 0, got 0.0"),
+        ({"top-p": "1.5"}, "top_p: Input should be less than or equal to 1, got 1.5"),
+        ({"top-k": "-1"}, "top_k: Input should be greater than or equal to 0, got -1"),
         ({"dtype": "float16"}, "dtype: Input should be 'bfloat16', 'float32' or 'float64', got 'float16'"),
         ({"config": "none.yaml"}, "none.yaml: no such file"),
     ],
