@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dspark.decode.round import Round, draw_block, verify_block
+from dspark.decode.drafter import Draft, Drafter, ModelDrafter
+from dspark.decode.round import Round, verify_block
 from dspark.decode.sampling import Sampling, Uniforms, sample
 from dspark.draft.model import DraftModel
-from dspark.draft.proposal import ContextCache, extend
 from dspark.errors import DraftMismatchError
 from dspark.types import CacheT, Target
 
@@ -54,7 +54,7 @@ def generate(
 @torch.no_grad()
 def speculate(
     target: Target[CacheT],
-    draft: DraftModel,
+    draft: Draft,
     prompt_ids_T: torch.Tensor,
     sampling: Sampling,
     uniforms: Uniforms,
@@ -65,25 +65,31 @@ def speculate(
     Uniforms are taken in this order: one for the token after the prompt; then in each round one a drafted token (unless
     greedy), one a proposed token for its acceptance, one for the round's last token. A text of exactly max_new_tokens
     is followed by one more round, which is counted and adds nothing to the text: DeepSpec stops there.
-    Shapes: prompt_ids_T int64, T >= 1; the draft is bound to the target's tables. Source: dspark.md 6.
+    Shapes: prompt_ids_T int64, T >= 1; a DSpark draft is bound to the target's tables, and ``confidence_threshold``
+    is for it alone. Source: dspark.md 6.
     Raises: DraftMismatchError for a draft of other tapped layers, or a threshold without a confidence head.
     """
-    read, tapped = list(draft.config.target_layer_ids), list(target.target_layer_ids)
-    if read != tapped:
-        raise DraftMismatchError(f"load the target with layers {read}, which the draft reads, not with {tapped}")
-    if confidence_threshold > 0 and not draft.config.enable_confidence_head:
-        raise DraftMismatchError(f"confidence_threshold {confidence_threshold} needs a confidence head; use 0")
+    drafter = _begin(target, draft, confidence_threshold)
     cache, output = target.prefill([prompt_ids_T])
     ids = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
-    taps_TLD = output.taps_NLD
-    context = ContextCache(draft)
+    committed, taps_TLD = prompt_ids_T.tolist(), output.taps_NLD
     rounds: list[Round] = []
     while ids[-1] not in sampling.stop_token_ids and len(ids) <= sampling.max_new_tokens:
-        extend(draft, context, taps_TLD)
-        block = draw_block(draft, context, ids[-1], sampling, uniforms, confidence_threshold)
+        drafter.extend(committed, taps_TLD)
+        block = drafter.draw(ids[-1], sampling, uniforms)
         new_ids, taps_TLD, counts = verify_block(target, cache, block, sampling, uniforms)
+        committed = [ids[-1], *new_ids[:-1]]
         ids += new_ids
         rounds.append(counts)
     if len(ids) > sampling.max_new_tokens:
         rounds[-1] = replace(rounds[-1], is_cut=True)
     return Generation(torch.tensor(ids[: sampling.max_new_tokens]), tuple(rounds))
+
+
+def _begin(target: Target[CacheT], draft: Draft, confidence_threshold: float) -> Drafter:
+    if not isinstance(draft, DraftModel):
+        return draft()
+    read, tapped = list(draft.config.target_layer_ids), list(target.target_layer_ids)
+    if read != tapped:
+        raise DraftMismatchError(f"load the target with layers {read}, which the draft reads, not with {tapped}")
+    return ModelDrafter(draft, confidence_threshold)

@@ -1,0 +1,113 @@
+"""Prompt lookup: what is proposed, and that the text stays the target's own whatever it is."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toy import TableTarget, chi_square_p_value
+
+from dspark.decode.drafter import Drafter, LookupDrafter, look_up
+from dspark.decode.generation import generate, speculate
+from dspark.decode.round import Block
+from dspark.decode.sampling import Sampling, Uniforms, row_uniforms, token_probs
+
+NO_TAPS = torch.empty(1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([1, 2, 3, 4, 9, 1, 2, 3], [4, 9, 1]),
+        ([7, 3, 5, 5, 5, 8, 3], [5, 5, 5]),
+        ([1, 2, 3, 4, 4, 4, 2, 3, 5, 5, 5, 1, 2, 3], [4, 4, 4]),
+        ([3, 4, 4, 4, 3, 5, 5, 5, 3], [5, 5, 5]),
+        ([6, 6, 6, 6, 6], [6, 6]),
+        ([1, 2, 1], [2, 1]),
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+    ids=str,
+)
+def test_what_followed_the_longest_match_is_proposed(ids: list[int], expected: list[int]) -> None:
+    """The longest match first; of equally long ones the latest that a whole block follows; else the earliest."""
+    assert look_up(ids, 3) == expected
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 6))
+def test_a_proposal_follows_a_match_that_no_longer_one_outdoes(ids: list[int], block_size: int) -> None:
+    def matches(length: int) -> list[int]:
+        end = ids[len(ids) - length :]
+        return [place for place in range(length, len(ids)) if ids[place - length : place] == end]
+
+    found = look_up(ids, block_size)
+    longest = next((length for length in (3, 2, 1) if length < len(ids) and matches(length)), None)
+    if longest is None:
+        assert found == []
+        return
+    follow = [ids[place : place + block_size] for place in matches(longest)]
+    assert found in follow
+    assert len(found) == max(map(len, follow))
+
+
+def test_a_block_is_one_hot_and_takes_no_random_number() -> None:
+    drafter: Drafter = LookupDrafter(3, 10)
+    drafter.extend([1, 2, 3, 4], NO_TAPS)
+    drafter.extend([9, 1], NO_TAPS)
+    block = drafter.draw(2, Sampling(1.0, 1), iter([]).__next__)
+    assert (block.anchor_id, block.ids_K.tolist(), block.confidence_logits) == (2, [3, 4, 9], ())
+    assert torch.equal(block.probs_KV, torch.nn.functional.one_hot(block.ids_K, 10).float())
+    empty = drafter.draw(7, Sampling(1.0, 1), iter([]).__next__)
+    assert (tuple(empty.ids_K.shape), tuple(empty.probs_KV.shape)) == ((0,), (0, 10))
+
+
+SIZE, PROMPT = 5, [0, 1, 2, 0, 1, 3, 0, 1]
+
+
+def table() -> TableTarget:
+    return TableTarget(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(8)))
+
+
+@pytest.mark.parametrize("stop", [(), (0,), (1,), (2,), (3,), (4,)], ids=str)
+def test_greedy_text_is_plain_text(stop: tuple[int, ...]) -> None:
+    accepted = set()
+    for seed in range(12):
+        target = TableTarget(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)))
+        sampling, prompt_T = Sampling(0.0, 23, stop), torch.tensor(PROMPT)
+        (plain_T,) = generate(target, [prompt_T], sampling, [row_uniforms(0, 0)])
+        text = speculate(target, partial(LookupDrafter, 4, SIZE), prompt_T, sampling, row_uniforms(0, 0))
+        assert text.ids_T.tolist() == plain_T.tolist()
+        accepted |= {counts.accepted_drafts for counts in text.rounds}
+    assert stop or accepted >= {0, 4}
+
+
+def p_value(drafter: type[LookupDrafter], sampling: Sampling) -> float:
+    """How well 1500 texts of two tokens follow the law of the target, whose rows depend on the last token alone."""
+    target, counts = table(), torch.zeros(SIZE, SIZE)
+    for number in range(1500):
+        uniforms = row_uniforms(4, number)
+        text = speculate(target, partial(drafter, 3, SIZE), torch.tensor(PROMPT), sampling, uniforms)
+        counts[tuple(text.ids_T.tolist())] += 1
+    probs_VV = token_probs(target.logits_SV, sampling)
+    return chi_square_p_value(counts.flatten(), (probs_VV[PROMPT[-1]][:, None] * probs_VV).flatten())
+
+
+class Doubtful(LookupDrafter):
+    """A planted fault: it says that its token was drawn with probability 0.6."""
+
+    def draw(self, anchor_id: int, sampling: Sampling, uniforms: Uniforms) -> Block:
+        block = super().draw(anchor_id, sampling, uniforms)
+        return Block(block.anchor_id, block.ids_K, 0.6 * block.probs_KV, ())
+
+
+SAMPLINGS = [Sampling(1.0, 2), Sampling(0.7, 2, top_k=4), Sampling(1.3, 2, top_p=0.8)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_text_has_the_law_of_the_target(sampling: Sampling) -> None:
+    assert p_value(LookupDrafter, sampling) > 1e-3
+
+
+def test_rows_that_are_not_what_was_drawn_from_break_the_law() -> None:
+    assert p_value(Doubtful, SAMPLINGS[0]) < 1e-6
