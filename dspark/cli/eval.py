@@ -2,6 +2,9 @@
 
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +16,22 @@ from dspark.cli.device import DEFAULT_DEVICE, Device
 from dspark.cli.progress import count_progress
 from dspark.config import EvalSection, RunConfig, TargetSection, load_run, validated
 from dspark.data.chat import ChatFormat, encode_prompt
-from dspark.decode.sampling import Sampling
+from dspark.decode.drafter import Draft, LookupDrafter
+from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.eval.measure import measure
-from dspark.eval.report import EvalReport, task_tables, write_json
+from dspark.eval.comparison import Contender, compare
+from dspark.eval.measure import Measurement
+from dspark.eval.report import EvalReport, comparison_table, difference_lines, task_tables, write_json
 from dspark.eval.tasks import load_task, task_names
 from dspark.export import check_target, draft_fingerprint, read_draft
 from dspark.provenance import describe_launch
 from dspark.target.loading import load_target, locate_target, target_facts, target_fingerprint
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
+from dspark.train.setup import fresh_draft
 
+BASELINES = ("plain", "ngram", "untrained")
+BASELINES_HELP = f"Compare with some of {','.join(BASELINES)}.  [default: none]"
+DRAFT = "draft"
 TASKS_HELP = f"Separated by commas: {', '.join(task_names())}, or .jsonl and .parquet files.  [default: heldout]"
 
 
@@ -36,6 +45,7 @@ def evaluate(
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest of this mass.  [default: 1]")] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Of each task, the first ones.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of each prompt.  [default: 2048]")] = None,
+    baselines: Annotated[str | None, typer.Option(help=BASELINES_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float32 or float64.")] = None,
     device: Device = DEFAULT_DEVICE,
     seed: Annotated[int, typer.Option(min=0)] = 980406,
@@ -44,8 +54,14 @@ def evaluate(
         Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
     ] = None,
 ) -> None:
-    """Decode held-out prompts with a draft and count the tokens that each round commits."""
+    """Decode held-out prompts with a draft and count the tokens that each round commits.
+
+    With --baselines the same prompts are also decoded otherwise, for one table: plain is the target alone, ngram looks
+    up what followed the last words before, untrained is a new draft of the same shape. Beside plain, every greedy text
+    must be plain decoding's own; those that are not are named, and rounding is told apart from faults.
+    """
     _check_writable(json)
+    named = _named(baselines)
     run = load_run(config) if config else None
     listed = {"tasks": tasks and tasks.split(","), "temperatures": temperatures and temperatures.split(",")}
     limits = {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
@@ -71,12 +87,19 @@ def evaluate(
     tensor_dtype = getattr(torch, chosen.dtype)
     model = load_target(folder, target_layer_ids=draft_config.target_layer_ids, dtype=tensor_dtype, device=device)
     drafter = read_draft(place, (model.embedding_VD, model.head_VD), dtype=tensor_dtype, device=device)
-    measurements = []
-    for name, ids in prompts.items():
-        for temperature in plan.temperatures:
-            sampling = Sampling(temperature, plan.max_new_tokens, facts.stop_token_ids, plan.top_k, plan.top_p)
-            with count_progress(f"{name}, T = {temperature:g}", len(ids)) as advance:
-                measurements.append(measure(model, drafter, (name, ids), sampling, seed, advance))
+    untrained_seed = run.seed if run else seed
+    drafts = _baselines(named, drafter, untrained_seed) | {DRAFT: drafter}
+    contenders = {
+        name: compare(
+            lambda _: model,
+            drafts,
+            ids,
+            plan.model_copy(update={"tasks": (name,)}),
+            (facts.stop_token_ids, seed),
+            partial(_progress, name),
+        )
+        for name, ids in prompts.items()
+    }
     template = template_fingerprint(tokenizer) if tokenizer.chat_template else None
     words = {"tokenizer_fingerprint": tokenizer_fingerprint(folder), "template_fingerprint": template}
     of_target = {"name": chosen.path, "fingerprint": fingerprint} | words | {"dtype": chosen.dtype}
@@ -88,13 +111,55 @@ def evaluate(
         "sample_from_anchor": True,
         "target_layer_ids": draft_config.target_layer_ids,
     }
-    settings = plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device}
-    report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), tuple(measurements))
-    console = Console()
-    console.print(*task_tables(report))
+    settings = plan.model_dump() | {"seed": seed, "is_thinking": is_thinking, "device": device, "baselines": named}
+    settings |= {"untrained_seed": untrained_seed} if "untrained" in named else {}
+    others = {group[0].name: measured(group) for group in zip(*contenders.values(), strict=True)}
+    measurements = others.pop(DRAFT)
+    report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), measurements, others)
+    _show(report, contenders if named else {})
     if json is not None:
         write_json(report, json)
-        console.print(f"written to {json}")
+        Console().print(f"written to {json}")
+
+
+def _progress(task: str, label: str, total: int) -> AbstractContextManager[Callable[..., None]]:
+    return count_progress(f"{task}, {label}", total)
+
+
+def measured(group: Sequence[Contender]) -> tuple[Measurement, ...]:
+    """The measurements of one contender's tasks, task after task."""
+    return tuple(m for contender in group for m in contender.measurements)
+
+
+def _baselines(named: Sequence[str], drafter: DraftModel, seed: int) -> dict[str, Draft | None]:
+    """What the draft is compared with, by name, plain decoding first: greedy texts are compared with it."""
+    config, weight = drafter.config, drafter.fc.weight
+    found: dict[str, Draft | None] = {"plain": None} if "plain" in named else {}
+    if "ngram" in named:
+        found["ngram"] = partial(LookupDrafter, config.block_size, config.vocab_size)
+    if "untrained" in named:
+        assert drafter.embedding_VD is not None, "read_draft binds both tables"
+        assert drafter.head_VD is not None
+        untrained = fresh_draft(config, seed).to(weight.device, weight.dtype)
+        untrained.bind(drafter.embedding_VD, drafter.head_VD)
+        found["untrained"] = untrained.eval()
+    return found
+
+
+def _named(baselines: str | None) -> tuple[str, ...]:
+    named = tuple(baselines.split(",")) if baselines else ()
+    for name in named:
+        if name not in BASELINES:
+            raise ConfigError(f"--baselines: {name!r} is not known; expected some of {','.join(BASELINES)}")
+    return tuple(name for name in BASELINES if name in named)
+
+
+def _show(report: EvalReport, contenders: Mapping[str, Sequence[Contender]]) -> None:
+    console = Console()
+    console.print(*task_tables(report))
+    for task, group in contenders.items():
+        console.print(comparison_table(group, f"{task}: {report.draft['name']} on {report.target['name']}"))
+        console.print(*difference_lines(group), sep="\n", end="\n" * bool(difference_lines(group)), highlight=False)
 
 
 def _check_writable(json: Path | None) -> None:

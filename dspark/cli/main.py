@@ -38,6 +38,7 @@ dspark record --config configs/nano.yaml --as-given
     evaluate: """
 dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks heldout
 dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks my.jsonl --temperatures 0,0.6 --json out.json
+dspark eval --target ling-3.0-nano --draft data/nano/draft --baselines plain,ngram,untrained --max-prompts 8
 dspark eval --config configs/nano.yaml --max-prompts 8 --temperatures 0.8 --top-k 40 --top-p 0.95
 """,
     export: """

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dspark.config import EvalSection
+from dspark.decode.drafter import Draft
 from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
-from dspark.eval.measure import DecodedText, Measurement, decode_prompts, summarise
+from dspark.eval.measure import DecodedText, Measurement, compare_greedy, decode_prompts, summarise
 from dspark.types import Target
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
@@ -28,7 +29,7 @@ class Contender:
 
 def compare(
     open_target: Callable[[tuple[int, ...]], Target[Any]],
-    drafts: Mapping[str, DraftModel | None],
+    drafts: Mapping[str, Draft | None],
     prompts: Sequence[torch.Tensor],
     plan: EvalSection,
     random: tuple[tuple[int, ...], int],
@@ -36,19 +37,27 @@ def compare(
 ) -> tuple[Contender, ...]:
     """Decode the prompts with each draft (None is plain decoding) at each temperature of the plan.
     ``open_target`` gives the target with the layers tapped that a draft reads; ``random`` is (stop_token_ids, seed).
+    Greedy texts are compared with plain decoding's, if that comes before them.
     """
     stop_token_ids, seed = random
-    contenders = []
+    contenders: list[Contender] = []
+    plain: list[tuple[DecodedText, ...]] = []
     for name, draft in drafts.items():
-        target = open_target(draft.config.target_layer_ids if draft else ())
-        answers = []
+        target = open_target(draft.config.target_layer_ids if isinstance(draft, DraftModel) else ())
+        answers: list[tuple[DecodedText, ...]] = []
+        measurements = []
         for temperature in plan.temperatures:
             sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
             with progress(f"{name}, T = {temperature:g}", len(prompts)) as advance:
-                answers.append(decode_prompts(target, draft, prompts, sampling, seed, advance))
-        pairs = zip(plan.temperatures, answers, strict=True)
-        measurements = tuple(summarise(", ".join(plan.tasks), temperature, texts) for temperature, texts in pairs)
-        contenders.append(Contender(name, measurements, answers[0]))
+                texts = decode_prompts(target, draft, prompts, sampling, seed, advance)
+            measurement = summarise(", ".join(plan.tasks), temperature, texts)
+            if plain and sampling.is_greedy:
+                equality = compare_greedy(target, prompts, texts, plain[len(answers)])
+                measurement = replace(measurement, equality=equality)
+            answers.append(texts)
+            measurements.append(measurement)
+        plain = answers if draft is None else plain
+        contenders.append(Contender(name, tuple(measurements), answers[0]))
     return tuple(contenders)
 
 

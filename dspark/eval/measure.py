@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from dspark.decode.drafter import Draft
 from dspark.decode.generation import generate, speculate
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
-from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
 from dspark.eval.statistics import AcceptanceStatistics, acceptance_statistics
 from dspark.types import CacheT, Target
@@ -17,6 +17,8 @@ from dspark.types import CacheT, Target
 LONGEST_PERIOD_TOKENS = 64
 SHORTEST_LOOP_TOKENS = 48
 FEWEST_REPEATS = 4
+TIE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""By the target's dtype: logits closer than this change places by rounding, when they are summed in another order."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,38 @@ class DecodedText:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """Where one prompt's greedy text first leaves plain decoding's; prompts and positions (of new tokens) from 0.
+    ``gap``: between the target's two largest logits there. ``is_tie``: rounding can explain it, for both texts go on
+    with a token whose logit is within ``tie_gap`` of the largest. A text that only ends elsewhere is never a tie.
+    """
+
+    prompt: int
+    position: int
+    gap: float
+    is_tie: bool
+
+
+@dataclass(frozen=True)
+class GreedyEquality:
+    """Greedy texts against plain decoding's. ``mismatches``: prompts whose texts differ; ``faults``: those of them
+    that rounding does not explain.
+    """
+
+    mismatches: int
+    faults: int
+    tie_gap: float
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One task at one temperature; ``acceptance`` is None for plain decoding.
 
     ``new_tokens`` are those in the texts; ``tokens_per_second`` divides them by the wall time of all texts, one prompt
     at a time, prefill included. ``looping_share``: texts that end in a loop (``is_looping``), which flatter a draft;
     ``mean_acceptance_length_without_loops`` leaves them out and is None when nothing is left.
+    ``equality`` is there for greedy texts that were compared with plain decoding's.
     """
 
     task: str
@@ -47,11 +75,12 @@ class Measurement:
     looping_share: float
     mean_acceptance_length_without_loops: float | None
     acceptance: AcceptanceStatistics | None
+    equality: GreedyEquality | None = None
 
 
 def decode_prompts(
     target: Target[CacheT],
-    draft: DraftModel | None,
+    draft: Draft | None,
     prompts: Sequence[torch.Tensor],
     sampling: Sampling,
     seed: int,
@@ -102,7 +131,7 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed:
 
 def measure(
     target: Target[CacheT],
-    draft: DraftModel | None,
+    draft: Draft | None,
     task: tuple[str, Sequence[torch.Tensor]],
     sampling: Sampling,
     seed: int,
@@ -111,6 +140,34 @@ def measure(
     """``decode_prompts`` and ``summarise`` of a named task."""
     name, prompts = task
     return summarise(name, sampling.temperature, decode_prompts(target, draft, prompts, sampling, seed, on_text))
+
+
+def compare_greedy(
+    target: Target[CacheT],
+    prompts: Sequence[torch.Tensor],
+    texts: Sequence[DecodedText],
+    plain_texts: Sequence[DecodedText],
+) -> GreedyEquality:
+    """Compare greedy texts of the prompts (int64 [T]) with plain decoding's, token by token. Where they part, the
+    target reads the text before once more and says how close its two largest logits are.
+    """
+    tie_gap = TIE_GAPS.get(target.head_VD.dtype, max(TIE_GAPS.values()))
+    differences = []
+    for number, (prompt_ids_T, text, plain) in enumerate(zip(prompts, texts, plain_texts, strict=True)):
+        ids, expected = text.ids_T.tolist(), plain.ids_T.tolist()
+        if ids == expected:
+            continue
+        pairs = enumerate(zip(ids, expected, strict=False))
+        position = next((place for place, pair in pairs if pair[0] != pair[1]), min(len(ids), len(expected)))
+        before_T = torch.cat((prompt_ids_T, plain.ids_T[:position].to(prompt_ids_T)))
+        with torch.no_grad():
+            logits_V = target.logits(target.prefill([before_T])[1].last_hidden_ND[-1:])[0]
+        first, second = logits_V.topk(2).values.tolist()
+        rivals = [*ids[position : position + 1], *expected[position : position + 1]]
+        is_tie = len(rivals) == 2 and first - float(logits_V[rivals].min()) < tie_gap
+        differences.append(Difference(number, position, first - second, is_tie))
+    faults = sum(not difference.is_tie for difference in differences)
+    return GreedyEquality(len(differences), faults, tie_gap, tuple(differences))
 
 
 def is_looping(ids: Sequence[int]) -> bool:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -17,13 +17,16 @@ from dspark.files import write_whole
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One draft measured on its target, with everything needed to measure it again."""
+    """One draft measured on its target, with everything needed to measure it again.
+    ``baselines``: the same tasks and temperatures in the same order, decoded otherwise; by name.
+    """
 
     target: Mapping[str, object]
     draft: Mapping[str, object]
     settings: Mapping[str, object]
     provenance: Mapping[str, object]
     measurements: tuple[Measurement, ...]
+    baselines: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
 
     def mean_acceptance_lengths(self) -> dict[str, float]:
         """Macro mean over tasks at each temperature; none for plain decoding. Source: DeepSpec (dspark.md 7.1)."""
@@ -100,7 +103,42 @@ def comparison_table(contenders: Sequence[Contender], title: str) -> Table:
     table.caption = (
         f"acceptance: mean acceptance length, bonus token included\ntexts that end in a loop: {loops(contenders)}"
     )
+    if compared := greedy_equality(contenders):
+        table.caption += f"\ngreedy texts unlike plain decoding's: {compared}"
     return table
+
+
+def greedy_equality(contenders: Sequence[Contender]) -> str:
+    """How many greedy texts of each contender differ from plain decoding's, and why; empty if none were compared."""
+    found = []
+    for contender in contenders:
+        for m in contender.measurements:
+            if m.equality:
+                ties, faults = m.equality.mismatches - m.equality.faults, m.equality.faults
+                why = f" ({ties} by rounding, {faults} faulty)" if m.equality.mismatches else ""
+                found.append(f"{contender.name} {m.equality.mismatches} of {m.num_prompts}{why}")
+    return ", ".join(found)
+
+
+def difference_lines(contenders: Sequence[Contender], limit: int = 10) -> list[str]:
+    """A line for each text that differs, faults first; after ``limit`` lines only how many more there are."""
+    found = [
+        (
+            d.is_tie,
+            f"{contender.name}, {m.task}: prompt {d.prompt} leaves plain decoding at new token {d.position}, ",
+            d,
+        )
+        for contender in contenders
+        for m in contender.measurements
+        if m.equality
+        for d in m.equality.differences
+    ]
+    found.sort(key=lambda item: item[0])
+    lines = [
+        f"{where}where the target's two largest logits are {d.gap:.2g} apart: {'rounding' if is_tie else 'A FAULT'}"
+        for is_tie, where, d in found[:limit]
+    ]
+    return lines + [f"and {len(found) - limit} more"] * (len(found) > limit)
 
 
 def loops(contenders: Sequence[Contender]) -> str:

@@ -1,6 +1,7 @@
 """dspark eval: its JSON holds what was decoded, and every mistake of a user is one line with exit status 2."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from dspark.cli.main import app, main
 from dspark.config import DraftConfig
+from dspark.decode.acceptance import accept
 from dspark.draft.model import DraftModel
 from dspark.export import FolderFields, draft_fingerprint, write_draft
 from dspark.target.loading import load_tables, target_fingerprint
@@ -101,6 +103,51 @@ def test_the_json_says_what_was_measured_and_on_what(place: Path, tmp_path: Path
     assert "acceptance" in result.stdout
 
 
+def baseline_run(place: Path, path: Path, baselines: str) -> tuple[str, dict[str, Any]]:
+    result = CliRunner().invoke(app, arguments(place, baselines=baselines, json=str(path)), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout, json.loads(path.read_text())
+
+
+def test_baselines_stand_in_one_table_and_the_draft_stays_what_it_is_alone(place: Path, tmp_path: Path) -> None:
+    said, tree = baseline_run(place, tmp_path / "all", "untrained,plain,ngram")
+    alone_said, alone = baseline_run(place, tmp_path / "alone", "")
+    assert tree["settings"]["baselines"] == list(tree["baselines"]) == ["plain", "ngram", "untrained"]
+    for name in (*tree["baselines"], "draft"):
+        assert re.search(rf"^ +{name} +[1-9]", said, re.MULTILINE), said
+        assert not re.search(rf"^ +{name} +[1-9]", alone_said, re.MULTILINE)
+    assert "unlike plain decoding's: ngram 0 of 3, untrained 0 of 3" in said
+    assert alone["baselines"] == {}
+    pairs = list(zip(tree["measurements"], alone["measurements"], strict=True))
+    assert all(together["acceptance"] == single["acceptance"] for together, single in pairs)
+    assert [m["equality"] and m["equality"]["mismatches"] for m in tree["measurements"]] == [0, None]
+    assert [m["equality"] for m in alone["measurements"]] == [None, None]
+    assert [m["acceptance"] for m in tree["baselines"]["plain"]] == [None, None]
+    assert all(m["acceptance"]["num_rounds"] > 0 for m in tree["baselines"]["ngram"])
+
+
+def test_an_untrained_draft_is_the_seeds(place: Path, tmp_path: Path) -> None:
+    counts = []
+    for number, seed in enumerate(("1", "1", "2")):
+        words = arguments(place, temperatures="1", baselines="untrained", seed=seed, json=str(tmp_path / str(number)))
+        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+        tree = json.loads((tmp_path / str(number)).read_text())
+        assert tree["settings"]["untrained_seed"] == int(seed)
+        counts.append(tree["baselines"]["untrained"][0]["acceptance"])
+    assert counts[0] == counts[1] != counts[2]
+
+
+def test_a_fault_of_decoding_is_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def always(ids_K: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, uniforms: Any) -> tuple[int, int]:
+        return len(ids_K), accept(ids_K[:0], draft[:0], target[-1:], uniforms)[1]
+
+    monkeypatch.setattr("dspark.decode.round.accept", always)
+    said, tree = baseline_run(place, tmp_path / "out.json", "plain")
+    equality = tree["measurements"][0]["equality"]
+    assert equality["mismatches"] == equality["faults"] == 3
+    assert said.replace("\n", " ").count("A FAULT") == 3
+
+
 def test_truncation_is_recorded_and_heeded(place: Path, tmp_path: Path) -> None:
     """Of the likeliest token alone, text at temperature 1 is greedy text."""
     greedy, truncated = tmp_path / "greedy", tmp_path / "truncated"
@@ -139,6 +186,7 @@ def test_the_same_command_counts_the_same_rounds(place: Path, tmp_path: Path) ->
         ({"top-p": "0"}, "top_p: Input should be greater than 0, got 0.0"),
         ({"top-p": "1.5"}, "top_p: Input should be less than or equal to 1, got 1.5"),
         ({"top-k": "-1"}, "top_k: Input should be greater than or equal to 0, got -1"),
+        ({"baselines": "plain,vanilla"}, "--baselines: 'vanilla' is not known; expected some of plain,ngram,untrained"),
         ({"dtype": "float16"}, "dtype: Input should be 'bfloat16', 'float32' or 'float64', got 'float16'"),
         ({"config": "none.yaml"}, "none.yaml: no such file"),
     ],

@@ -1,5 +1,7 @@
 """What is measured is what was decoded: counts, time, loops, and texts that do not depend on their neighbours."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,13 +9,17 @@ import torch
 from golden_draft import exact
 from toy import TableTarget
 
-from dspark.config import DraftConfig
+from dspark.config import DraftConfig, EvalSection
+from dspark.decode import round as round_module
+from dspark.decode.acceptance import accept
+from dspark.decode.drafter import LookupDrafter
 from dspark.decode.generation import speculate
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
-from dspark.eval.measure import DecodedText, decode_prompts, is_looping, measure, summarise
+from dspark.eval.comparison import Contender, compare
+from dspark.eval.measure import DecodedText, Difference, compare_greedy, decode_prompts, is_looping, measure, summarise
 
 PROMPTS = [torch.tensor([3, 1, 4]), torch.tensor([1, 5]), torch.tensor([9])]
 
@@ -119,3 +125,67 @@ def test_a_text_that_left_its_loop_to_stop_does_not_loop() -> None:
     assert stopped.ids_T.tolist() == [2] * 56 + [1]
     assert not stopped.is_looping
     assert cut.is_looping
+
+
+def compared(pair: tuple[TableTarget, DraftModel], *temperatures: float) -> tuple[Contender, ...]:
+    """Plain decoding, lookup and the draft on the toy prompts."""
+    drafts = {"plain": None, "ngram": partial(LookupDrafter, 4, pair[0].vocab_size), "draft": pair[1]}
+    plan = EvalSection(tasks=("toy",), max_new_tokens=20, temperatures=temperatures)
+    return compare(lambda _: pair[0], drafts, PROMPTS, plan, ((), 7), lambda *_: nullcontext(lambda: None))
+
+
+def test_greedy_texts_are_compared_with_plain_decoding_at_every_greedy_temperature(
+    pair: tuple[TableTarget, DraftModel],
+) -> None:
+    plain, *others = compared(pair, 1.0, 0.0, 1e-6)
+    assert [contender.name for contender in others] == ["ngram", "draft"]
+    assert all(m.equality is None for m in plain.measurements)
+    for contender in others:
+        sampled, *greedy = contender.measurements
+        assert sampled.equality is None
+        assert [(m.equality and m.equality.mismatches, m.acceptance is None) for m in greedy] == [(0, False)] * 2
+
+
+def test_a_wrong_acceptance_is_a_fault_and_no_rounding(
+    pair: tuple[TableTarget, DraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def always(ids_K: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, uniforms: Any) -> tuple[int, int]:
+        return len(ids_K), accept(ids_K[:0], draft[:0], target[-1:], uniforms)[1]
+
+    monkeypatch.setattr(round_module, "accept", always)
+    equality = compared(pair, 0.0)[2].measurements[0].equality
+    assert equality is not None
+    assert equality.mismatches == equality.faults == len(equality.differences) == 3
+    assert all(difference.gap > equality.tie_gap for difference in equality.differences)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([0, 1, 3], (2, True)),  # 2 and 3 are all but equally likely after 1
+        ([0, 1, 0], (2, False)),  # the two largest are, but this is neither
+        ([0, 2, 0], (1, False)),
+        ([0, 1], (2, False)),  # texts that only end elsewhere did not part by rounding
+        ([0, 1, 2, 2], (3, False)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 5e-4), (torch.bfloat16, 0.125)])
+def test_rounding_is_told_apart_from_faults(
+    ids: list[int], expected: tuple[int, bool], dtype: torch.dtype, near: float
+) -> None:
+    logits_SV = torch.tensor([[0, 4, 0, 0], [0, 0, 4, 4 - near], [0, 4, 0, 0], [4, 0, 0, 0]])
+    target, plain = TableTarget(logits_SV.to(dtype)), text([0, 1, 2])
+    equality = compare_greedy(target, [torch.tensor([0])], [text(ids)], [plain])
+    position, is_tie = expected
+    (difference,) = equality.differences
+    assert (equality.mismatches, equality.faults) == (1, not is_tie)
+    gap = near if position == 2 else 4.0
+    assert difference == Difference(0, position, pytest.approx(gap, abs=1e-6), is_tie)
+    assert compare_greedy(target, [torch.tensor([0])], [plain], [plain]).mismatches == 0
+
+
+def test_a_gap_at_or_above_the_bound_is_a_fault() -> None:
+    logits_SV = torch.tensor([[0.0, 4.0, 4.0 - 2e-3], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    found = compare_greedy(TableTarget(logits_SV), [torch.tensor([0])], [text([0, 2])], [text([0, 1])])
+    assert (found.mismatches, found.faults) == (1, 1)

@@ -9,8 +9,9 @@ from contenders import CONTENDERS, measured
 from rich.console import Console
 from rich.table import Table
 
-from dspark.eval.comparison import summary
-from dspark.eval.report import EvalReport, comparison_table, task_tables, write_json
+from dspark.eval.comparison import Contender, summary
+from dspark.eval.measure import Difference, GreedyEquality
+from dspark.eval.report import EvalReport, comparison_table, difference_lines, task_tables, write_json
 
 REPORT = EvalReport(
     target={"name": "ling-3.0-nano", "fingerprint": "f" * 64},
@@ -59,6 +60,41 @@ def test_the_tables_show_the_numbers_in_eighty_columns() -> None:
     assert re.search(r"slot 3: survival, conditional acceptance +0\.00  0\.00 ", text), text
     assert re.search(r"share of rounds with 2 accepted drafts +0\.50 ", text), text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def with_differences(contender: Contender, *differences: Difference) -> Contender:
+    faults = sum(not difference.is_tie for difference in differences)
+    equality = GreedyEquality(len(differences), faults, 1e-3, differences)
+    greedy, sampled = contender.measurements
+    return replace(contender, measurements=(replace(greedy, equality=equality), sampled))
+
+
+def test_greedy_texts_unlike_plain_decoding_are_counted_and_named() -> None:
+    tie, fault = Difference(1, 17, 4e-4, True), Difference(0, 3, 1.25, False)
+    group = (CONTENDERS[0], with_differences(CONTENDERS[1]), with_differences(CONTENDERS[2], tie, fault))
+    said = " ".join(shown(comparison_table(group, "title")).split())
+    assert "untrained draft 0 of 2, demo draft 2 of 2 (1 by rounding, 1 faulty)" in said
+    assert "unlike" not in shown(comparison_table(CONTENDERS, "title"))
+    lines = difference_lines(group)
+    assert lines == [
+        "demo draft, heldout: prompt 0 leaves plain decoding at new token 3, "
+        "where the target's two largest logits are 1.2 apart: A FAULT",
+        "demo draft, heldout: prompt 1 leaves plain decoding at new token 17, "
+        "where the target's two largest logits are 0.0004 apart: rounding",
+    ]
+    assert difference_lines(group, limit=1) == [lines[0], "and 1 more"]
+
+
+def test_baselines_and_differences_are_in_the_json(tmp_path: Path) -> None:
+    learner = with_differences(CONTENDERS[2], Difference(1, 17, 4e-4, True))
+    plain = CONTENDERS[0].measurements
+    write_json(replace(REPORT, measurements=learner.measurements, baselines={"plain": plain}), tmp_path / "out.json")
+    tree = json.loads((tmp_path / "out.json").read_text())
+    assert [m["tokens_per_second"] for m in tree["baselines"]["plain"]] == [m.tokens_per_second for m in plain]
+    assert [m["acceptance"] for m in tree["baselines"]["plain"]] == [None, None]
+    equality, nothing = (m["equality"] for m in tree["measurements"])
+    assert (equality["mismatches"], equality["faults"], nothing) == (1, 0, None)
+    assert equality["differences"] == [{"prompt": 1, "position": 17, "gap": 4e-4, "is_tie": True}]
 
 
 def test_the_summary_names_every_draft() -> None:
