@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tiny import MASK_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
+from training_run import run_fields
 from typer.testing import CliRunner
 
 from dspark.cli.main import app, main
@@ -135,6 +137,21 @@ def test_an_untrained_draft_is_the_seeds(place: Path, tmp_path: Path) -> None:
         assert tree["settings"]["untrained_seed"] == int(seed)
         counts.append(tree["baselines"]["untrained"][0]["acceptance"])
     assert counts[0] == counts[1] != counts[2]
+
+
+def test_a_run_says_what_is_measured_until_a_flag_says_otherwise(place: Path, tmp_path: Path) -> None:
+    fields = run_fields(tmp_path / "run")
+    fields["target"]["path"] = str(place / "target")
+    fields["eval"] = {"tasks": [str(place / "prompts.jsonl")], "max_new_tokens": 6, "top_k": 7, "top_p": 0.5}
+    fields["seed"] = 11
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields))
+    given = {"config": str(tmp_path / "run.yaml"), "draft": str(place / "draft"), "baselines": "untrained"}
+    words = ["eval", *(part for key, value in given.items() for part in (f"--{key}", value))]
+    words += ["--top-p", "0.25", "--temperatures", "1", "--json", str(tmp_path / "out.json")]
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    settings = json.loads((tmp_path / "out.json").read_text())["settings"]
+    expected = {"max_new_tokens": 6, "top_k": 7, "top_p": 0.25, "seed": 980406, "untrained_seed": 11}
+    assert {key: settings[key] for key in expected} == expected
 
 
 def test_a_fault_of_decoding_is_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Prompt lookup: what is proposed, and that the text stays the target's own whatever it is."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -60,6 +61,31 @@ def test_a_block_is_one_hot_and_takes_no_random_number() -> None:
     assert torch.equal(block.probs_KV, torch.nn.functional.one_hot(block.ids_K, 10).float())
     empty = drafter.draw(7, Sampling(1.0, 1), iter([]).__next__)
     assert (tuple(empty.ids_K.shape), tuple(empty.probs_KV.shape)) == ((0,), (0, 10))
+
+
+class Listening(LookupDrafter):
+    """Checks what it is told at every block: the text before the anchor, with a row of states for each token."""
+
+    def __init__(self, text: list[int]) -> None:
+        super().__init__(4, SIZE)
+        self.text = text
+
+    def extend(self, ids: Sequence[int], taps_TLD: torch.Tensor) -> None:
+        super().extend(ids, taps_TLD)
+        assert len(ids) == len(taps_TLD) >= 1
+
+    def draw(self, anchor_id: int, sampling: Sampling, uniforms: Uniforms) -> Block:
+        told = [*self.ids, anchor_id]
+        assert told == (self.text + told[len(self.text) :])[: len(told)]
+        return super().draw(anchor_id, sampling, uniforms)
+
+
+def test_a_drafter_is_told_the_whole_text_and_nothing_else() -> None:
+    for seed in range(12):
+        target = TableTarget(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)))
+        sampling, prompt_T = Sampling(0.0, 23), torch.tensor(PROMPT)
+        (plain_T,) = generate(target, [prompt_T], sampling, [row_uniforms(0, 0)])
+        speculate(target, partial(Listening, PROMPT + plain_T.tolist()), prompt_T, sampling, row_uniforms(0, 0))
 
 
 SIZE, PROMPT = 5, [0, 1, 2, 0, 1, 3, 0, 1]
