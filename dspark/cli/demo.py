@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from dspark.cli.progress import count_progress
+from dspark.cli.terminal import watched
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.draft.model import DraftModel
@@ -84,7 +84,7 @@ def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.", re
         prompts,
         run.eval,
         (stop_token_ids(folder), run.seed),
-        count_progress,
+        watched,
     )
     seconds |= {"eval": time.monotonic() - began, "all": time.monotonic() - start}
     console.rule("5 of 5: report", align="left")

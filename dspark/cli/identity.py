@@ -1,15 +1,20 @@
-"""What a run's words, states and draft come from, as responses, records and exported folders state it."""
+"""Which target and draft a command works with, and what a run's words, states and draft come from."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
-from dspark.config import RunConfig
-from dspark.export import FolderFields, architecture_for
+from dspark.config import DraftConfig, RunConfig
+from dspark.draft.model import DraftModel
+from dspark.errors import ConfigError
+from dspark.export import FolderFields, architecture_for, check_target, draft_fingerprint, read_draft
 from dspark.provenance import commit, versions
-from dspark.target.loading import target_facts, target_fingerprint
-from dspark.target.tokenizer import template_fingerprint, tokenizer_fingerprint
+from dspark.target.loading import TargetFacts, load_target, locate_target, target_facts, target_fingerprint
+from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
+from dspark.types import Target
 
 
 def describe_origin(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
@@ -30,3 +35,53 @@ def folder_fields(run: RunConfig) -> FolderFields:
     facts = target_facts(run.target.path)
     ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
     return FolderFields(*ids, run.train.num_anchors, architecture_for(facts.architecture))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft that fit together, known by their files; nothing large is loaded yet."""
+
+    name: str
+    folder: Path
+    place: Path
+    facts: TargetFacts
+    fingerprint: str
+    draft: DraftConfig
+    tokenizer: PreTrainedTokenizerFast
+
+    def load(self, dtype: torch.dtype, device: str) -> tuple[Target[Any], DraftModel]:
+        """Both in ``dtype`` on ``device``, the target with the layers tapped that the draft reads."""
+        target = load_target(self.folder, target_layer_ids=self.draft.target_layer_ids, dtype=dtype, device=device)
+        return target, read_draft(self.place, (target.embedding_VD, target.head_VD), dtype=dtype, device=device)
+
+    def describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a report says about the target and about the draft."""
+        template = template_fingerprint(self.tokenizer) if self.tokenizer.chat_template else None
+        words = {"tokenizer_fingerprint": tokenizer_fingerprint(self.folder), "template_fingerprint": template}
+        of_draft = {
+            "name": str(self.place),
+            "fingerprint": draft_fingerprint(self.place),
+            "block_size": self.draft.block_size,
+            "verify_rows": self.draft.block_size + 1,
+            "sample_from_anchor": True,
+            "target_layer_ids": self.draft.target_layer_ids,
+        }
+        return {"name": self.name, "fingerprint": self.fingerprint} | words, of_draft
+
+
+def find_pair(target: str, place: Path | None) -> Pair:
+    """A target by name or folder and an exported draft of it. Raises: ConfigError without a draft; as
+    ``locate_target`` and ``check_target``.
+    """
+    folder = locate_target(target)
+    if place is None:
+        raise ConfigError("--draft: missing; give the folder of an exported draft, or a run with --config")
+    facts, fingerprint = target_facts(folder), target_fingerprint(folder)
+    draft = check_target(
+        place,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
+        fingerprint=fingerprint,
+    )
+    return Pair(target, folder, place, facts, fingerprint, draft, load_tokenizer(folder))

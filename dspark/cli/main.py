@@ -7,6 +7,7 @@ from rich.console import Console
 
 from dspark.cli.bench import bench, verify
 from dspark.cli.bench.train import train
+from dspark.cli.chat import chat
 from dspark.cli.demo import demo
 from dspark.cli.eval import evaluate
 from dspark.cli.export import export
@@ -37,9 +38,14 @@ dspark record --config configs/nano.yaml --as-given
 """,
     evaluate: """
 dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks heldout
-dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks my.jsonl --temperatures 0,0.6 --json out.json
+dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks my.jsonl --temperatures 0,0.6 --out runs/mine
+dspark eval --target ling-3.0-nano --draft other --tasks my.jsonl --temperatures 0,0.6 --against runs/mine
 dspark eval --target ling-3.0-nano --draft data/nano/draft --baselines plain,ngram,untrained --max-prompts 8
 dspark eval --config configs/nano.yaml --max-prompts 8 --temperatures 0.8 --top-k 40 --top-p 0.95
+""",
+    chat: """
+dspark chat --target ling-3.0-nano --draft data/nano/draft
+echo "def add(a, b):" | dspark chat --target ling-3.0-nano --draft data/nano/draft --temperature 1 --max-new-tokens 60
 """,
     export: """
 dspark export --run runs/nano/train --out my-draft

@@ -9,9 +9,8 @@ import torch
 import typer
 from rich.console import Console
 
-from dspark.cli.device import DEFAULT_DEVICE, Device
 from dspark.cli.identity import describe_origin
-from dspark.cli.progress import count_progress
+from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
 from dspark.config import load_run
 from dspark.data.chat import ChatFormat, check_length, digest, encode_prompt
 from dspark.data.conversations import Conversation, encode_each, read_conversations

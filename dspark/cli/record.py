@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
-from dspark.cli.device import DEFAULT_DEVICE, Device
 from dspark.cli.identity import describe_origin
-from dspark.cli.progress import count_progress
+from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import ChatFormat, Encoded, check_length, digest, encode_conversation
 from dspark.data.conversations import Conversation, encode_each, read_conversations

@@ -1,6 +1,6 @@
 """Whole texts: plain decoding of many prompts in step, and speculative decoding of one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,21 +69,38 @@ def speculate(
     is for it alone. Source: dspark.md 6.
     Raises: DraftMismatchError for a draft of other tapped layers, or a threshold without a confidence head.
     """
+    ids: list[int] = []
+    rounds: list[Round] = []
+    for new_ids, counts in speak(target, draft, prompt_ids_T, sampling, uniforms, confidence_threshold):
+        ids += new_ids
+        rounds += [] if counts is None else [counts]
+    return Generation(torch.tensor(ids), tuple(rounds))
+
+
+@torch.no_grad()
+def speak(
+    target: Target[CacheT],
+    draft: Draft,
+    prompt_ids_T: torch.Tensor,
+    sampling: Sampling,
+    uniforms: Uniforms,
+    confidence_threshold: float = 0.0,
+) -> Iterator[tuple[list[int], Round | None]]:
+    """``speculate`` while it happens. Yields: the token after the prompt with None, then every round's tokens of the
+    text, some or none, with its counts.
+    """
     drafter = _begin(target, draft, confidence_threshold)
     cache, output = target.prefill([prompt_ids_T])
-    ids = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
+    ids: list[int] = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
+    yield ids[:], None
     committed, taps_TLD = prompt_ids_T.tolist(), output.taps_NLD
-    rounds: list[Round] = []
     while ids[-1] not in sampling.stop_token_ids and len(ids) <= sampling.max_new_tokens:
         drafter.extend(committed, taps_TLD)
         block = drafter.draw(ids[-1], sampling, uniforms)
         new_ids, taps_TLD, counts = verify_block(target, cache, block, sampling, uniforms)
-        committed = [ids[-1], *new_ids[:-1]]
+        committed, room = [ids[-1], *new_ids[:-1]], sampling.max_new_tokens - len(ids)
         ids += new_ids
-        rounds.append(counts)
-    if len(ids) > sampling.max_new_tokens:
-        rounds[-1] = replace(rounds[-1], is_cut=True)
-    return Generation(torch.tensor(ids[: sampling.max_new_tokens]), tuple(rounds))
+        yield new_ids[:room], replace(counts, is_cut=counts.is_cut or len(new_ids) > room)
 
 
 def _begin(target: Target[CacheT], draft: Draft, confidence_threshold: float) -> Drafter:

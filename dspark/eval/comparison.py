@@ -11,11 +11,11 @@ from dspark.config import EvalSection
 from dspark.decode.drafter import Draft
 from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
-from dspark.eval.measure import DecodedText, Measurement, compare_greedy, decode_prompts, summarise
+from dspark.eval.measure import DecodedText, Each, Measurement, compare_greedy, decode_prompts, summarise
 from dspark.types import Target
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
-"""Takes a name and a total, gives a context whose value is called after each step."""
+Watch = Callable[[str, float, int], AbstractContextManager[Each]]
+"""Takes a contender's name, a temperature and how many texts there are to be; gives a context for them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def compare(
     prompts: Sequence[torch.Tensor],
     plan: EvalSection,
     random: tuple[tuple[int, ...], int],
-    progress: Progress,
+    watch: Watch,
 ) -> tuple[Contender, ...]:
     """Decode the prompts with each draft (None is plain decoding) at each temperature of the plan.
     ``open_target`` gives the target with the layers tapped that a draft reads; ``random`` is (stop_token_ids, seed).
@@ -48,8 +48,8 @@ def compare(
         measurements = []
         for temperature in plan.temperatures:
             sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
-            with progress(f"{name}, T = {temperature:g}", len(prompts)) as advance:
-                texts = decode_prompts(target, draft, prompts, sampling, seed, advance)
+            with watch(name, temperature, len(prompts)) as each:
+                texts = decode_prompts(target, draft, prompts, sampling, seed, each)
             measurement = summarise(", ".join(plan.tasks), temperature, texts)
             if plain and sampling.is_greedy:
                 equality = compare_greedy(target, prompts, texts, plain[len(answers)])

@@ -3,14 +3,16 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from dspark.decode.drafter import Draft
 from dspark.decode.generation import generate, speculate
 from dspark.decode.round import Round
-from dspark.decode.sampling import Sampling, row_uniforms
+from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.errors import PromptError
+from dspark.eval.confidence import ConfidenceStatistics, confidence_statistics
 from dspark.eval.statistics import AcceptanceStatistics, acceptance_statistics
 from dspark.types import CacheT, Target
 
@@ -29,6 +31,10 @@ class DecodedText:
     rounds: tuple[Round, ...]
     seconds: float
     is_looping: bool
+
+
+Each = Callable[[int, Callable[[], DecodedText]], DecodedText]
+"""Is asked for every text by its prompt's number and given what decodes it, and may know the text already."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class Measurement:
     ``new_tokens`` are those in the texts; ``tokens_per_second`` divides them by the wall time of all texts, one prompt
     at a time, prefill included. ``looping_share``: texts that end in a loop (``is_looping``), which flatter a draft;
     ``mean_acceptance_length_without_loops`` leaves them out and is None when nothing is left.
-    ``equality`` is there for greedy texts that were compared with plain decoding's.
+    ``confidence`` is there for drafts that say how sure they are, ``equality`` for greedy texts that were compared with
+    plain decoding's.
     """
 
     task: str
@@ -75,6 +82,7 @@ class Measurement:
     looping_share: float
     mean_acceptance_length_without_loops: float | None
     acceptance: AcceptanceStatistics | None
+    confidence: ConfidenceStatistics | None = None
     equality: GreedyEquality | None = None
 
 
@@ -84,7 +92,7 @@ def decode_prompts(
     prompts: Sequence[torch.Tensor],
     sampling: Sampling,
     seed: int,
-    on_text: Callable[[], None] = lambda: None,
+    each: Each = lambda _, decode: decode(),
 ) -> tuple[DecodedText, ...]:
     """Decode the prompts (int64 [T]) one after the other, speculatively, or plainly without a draft.
 
@@ -93,25 +101,29 @@ def decode_prompts(
     """
     texts = []
     for index, prompt_ids_T in enumerate(prompts):
-        uniforms = row_uniforms(seed, index)
-        start = time.perf_counter()
-        rounds: tuple[Round, ...] = ()
-        if draft is None:
-            ids_T = generate(target, [prompt_ids_T], sampling, [uniforms])[0]
-        else:
-            generation = speculate(target, draft, prompt_ids_T, sampling, uniforms)
-            ids_T, rounds = generation.ids_T, generation.rounds
-        seconds = time.perf_counter() - start
-        texts.append(DecodedText(ids_T, rounds, seconds, is_looping(ids_T.tolist())))
-        on_text()
+        texts.append(each(index, partial(_decode, target, draft, prompt_ids_T, sampling, row_uniforms(seed, index))))
     if draft is not None and not any(text.rounds for text in texts):
         raise PromptError(f"all {len(prompts)} texts stopped at their first token; use prompts that the target answers")
     return tuple(texts)
 
 
+def _decode(
+    target: Target[CacheT], draft: Draft | None, prompt_ids_T: torch.Tensor, sampling: Sampling, uniforms: Uniforms
+) -> DecodedText:
+    start = time.perf_counter()
+    rounds: tuple[Round, ...] = ()
+    if draft is None:
+        ids_T = generate(target, [prompt_ids_T], sampling, [uniforms])[0]
+    else:
+        generation = speculate(target, draft, prompt_ids_T, sampling, uniforms)
+        ids_T, rounds = generation.ids_T, generation.rounds
+    return DecodedText(ids_T, rounds, time.perf_counter() - start, is_looping(ids_T.tolist()))
+
+
 def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed: int = 0) -> Measurement:
     """Counts over all texts of a task; without a single round they count as decoded plainly."""
     rounds = [text.rounds for text in texts]
+    judged = [counts for text in rounds for counts in text if counts.confidence_logits and counts.num_proposed]
     sober = [text.rounds for text in texts if not text.is_looping and text.rounds]
     sober_length = acceptance_statistics(sober, seed).mean_acceptance_length if sober else None
     new_tokens = sum(len(text.ids_T) for text in texts)
@@ -126,6 +138,7 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed:
         looping_share=sum(text.is_looping for text in texts) / len(texts),
         mean_acceptance_length_without_loops=sober_length,
         acceptance=acceptance_statistics(rounds, seed) if any(rounds) else None,
+        confidence=confidence_statistics(judged) if judged else None,
     )
 
 
@@ -135,11 +148,11 @@ def measure(
     task: tuple[str, Sequence[torch.Tensor]],
     sampling: Sampling,
     seed: int,
-    on_text: Callable[[], None] = lambda: None,
+    each: Each = lambda _, decode: decode(),
 ) -> Measurement:
     """``decode_prompts`` and ``summarise`` of a named task."""
     name, prompts = task
-    return summarise(name, sampling.temperature, decode_prompts(target, draft, prompts, sampling, seed, on_text))
+    return summarise(name, sampling.temperature, decode_prompts(target, draft, prompts, sampling, seed, each))
 
 
 def compare_greedy(

@@ -11,14 +11,17 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from dspark.eval.comparison import Contender
+from dspark.eval.confidence import Calibration
 from dspark.eval.measure import Measurement
+from dspark.eval.pairing import Pairing
 from dspark.files import write_whole
 
 
 @dataclass(frozen=True)
 class EvalReport:
     """One draft measured on its target, with everything needed to measure it again.
-    ``baselines``: the same tasks and temperatures in the same order, decoded otherwise; by name.
+    ``baselines``: the same tasks and temperatures in the same order, decoded otherwise; by name. ``pairings``: the
+    draft against another evaluation's, prompt by prompt.
     """
 
     target: Mapping[str, object]
@@ -27,6 +30,7 @@ class EvalReport:
     provenance: Mapping[str, object]
     measurements: tuple[Measurement, ...]
     baselines: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
+    pairings: tuple[Pairing, ...] = ()
 
     def mean_acceptance_lengths(self) -> dict[str, float]:
         """Macro mean over tasks at each temperature; none for plain decoding. Source: DeepSpec (dspark.md 7.1)."""
@@ -62,6 +66,8 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     for name, cells in (
         ("acceptance length, bonus token included", [number(a.mean_acceptance_length) for a in drafted]),
         ("  95 % interval over prompts", [interval(a.interval) for a in drafted]),
+        ("  mean of the prompts' own means", [number(a.mean_acceptance_length_per_prompt) for a in drafted]),
+        ("    95 % interval", [interval(a.interval_per_prompt) for a in drafted]),
         ("  without rounds that the end of the text cut", [number(a.mean_acceptance_length_uncut) for a in drafted]),
         ("  without texts that end in a loop", [number(m.mean_acceptance_length_without_loops) for m in measurements]),
         ("accepted drafts a round", [number(a.mean_accepted_drafts) for a in drafted]),
@@ -72,6 +78,10 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     ):
         table.add_row(name, *cells)
     table.add_section()
+    sure = [m.confidence.overall if m.confidence else None for m in measurements]
+    if any(sure):
+        table.add_row("confidence: ECE of 10 bins, AUROC, Brier", *map(_calibration, sure))
+        table.add_section()
     for slot in range(max(len(a.survival) for a in drafted)):
         pairs = [f"{_at(a.survival, slot)}  {_at(a.conditional, slot)}" for a in drafted]
         table.add_row(f"slot {slot}: survival, conditional acceptance", *pairs)
@@ -79,6 +89,25 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     for accepted in range(max(len(a.histogram) for a in drafted)):
         shares = [_at([n / a.num_rounds for n in a.histogram], accepted) for a in drafted]
         table.add_row(f"share of rounds with {accepted} accepted drafts", *shares)
+    return table
+
+
+def _calibration(found: Calibration | None) -> str:
+    return "-" if found is None else f"{found.ece:.3f}  {number(found.auroc)}  {found.brier:.3f}"
+
+
+def pairing_table(pairings: Sequence[Pairing]) -> Table:
+    """A row a task and temperature: both drafts' acceptance lengths on the same prompts, and their difference."""
+    table = Table(title=f"against {pairings[0].folder}", title_justify="left", caption_justify="left", box=SIMPLE)
+    table.add_column("task", overflow="fold")
+    for name in ("T", "prompts", "this", "that", "difference (95 % interval)", "p"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for pairing in pairings:
+        c = pairing.comparison
+        gap = f"{c.difference:+.2f} ({c.interval[0]:+.2f} - {c.interval[1]:+.2f})"
+        cells = (f"{pairing.temperature:g}", str(c.num_prompts), number(c.first), number(c.second), gap)
+        table.add_row(pairing.task, *cells, f"{c.p_value:.4f}")
+    table.caption = "p: how often swapping the two drafts in random prompts makes as large a difference"
     return table
 
 

@@ -3,50 +3,23 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from tiny import MASK_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
+from evaluating import arguments, failure, write_tiny_draft
+from tiny import write_tiny_ling
 from training_run import run_fields
 from typer.testing import CliRunner
 
-from dspark.cli.main import app, main
-from dspark.config import DraftConfig
+from dspark.cli.main import app
 from dspark.decode.acceptance import accept
-from dspark.draft.model import DraftModel
-from dspark.export import FolderFields, draft_fingerprint, write_draft
-from dspark.target.loading import load_tables, target_fingerprint
+from dspark.export import draft_fingerprint
+from dspark.target.loading import target_fingerprint
 
-COMMANDS = ("demo", "prepare", "record", "eval", "export")
-
-
-def write_tiny_draft(folder: Path, target: Path, **changes: Any) -> Path:
-    """A random draft for the tiny Ling."""
-    fields = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "num_target_layers": 6,
-        "target_layer_ids": (1, 3, 4),
-        "block_size": 4,
-        "mask_token_id": MASK_TOKEN_ID,
-        "markov_rank": 8,
-    }
-    draft = DraftModel(DraftConfig.model_validate(fields | changes))
-    draft.initialise(torch.Generator().manual_seed(0))
-    if not changes:
-        draft.bind(*load_tables(target))
-    write_draft(draft, folder, FolderFields(STOP_TOKEN_ID))
-    return folder
+COMMANDS = ("demo", "prepare", "record", "eval", "chat", "export")
 
 
 @pytest.fixture(scope="module")
@@ -59,33 +32,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(place: Path, **changes: str) -> list[str]:
-    given = {
-        "target": str(place / "target"),
-        "draft": str(place / "draft"),
-        "tasks": str(place / "prompts.jsonl"),
-        "max-new-tokens": "12",
-    } | changes
-    return ["eval", *(part for key, value in given.items() if value for part in (f"--{key}", value))]
-
-
-def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
-    """The line on stderr of a command that exits with status 2 without a traceback."""
-    monkeypatch.setattr(sys, "argv", ["dspark", *words])
-    with pytest.raises(SystemExit) as error:
-        main()
-    assert error.value.code == 2
-    text = capsys.readouterr().err
-    assert "Traceback" not in text
-    assert text.startswith("dspark: ")
-    return text
-
-
 def test_the_json_says_what_was_measured_and_on_what(place: Path, tmp_path: Path) -> None:
-    words = [*arguments(place, temperatures="0,1", json=str(tmp_path / "out.json")), "--max-prompts", "2"]
+    words = [*arguments(place, temperatures="0,1", out=str(tmp_path)), "--max-prompts", "2"]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0
-    tree = json.loads((tmp_path / "out.json").read_text())
+    tree = json.loads((tmp_path / "report.json").read_text())
     assert tree["target"]["fingerprint"] == target_fingerprint(place / "target")
     assert tree["target"]["dtype"] == "float32"
     assert len(tree["target"]["template_fingerprint"]) == 64
@@ -106,9 +57,9 @@ def test_the_json_says_what_was_measured_and_on_what(place: Path, tmp_path: Path
 
 
 def baseline_run(place: Path, path: Path, baselines: str) -> tuple[str, dict[str, Any]]:
-    result = CliRunner().invoke(app, arguments(place, baselines=baselines, json=str(path)), catch_exceptions=False)
+    result = CliRunner().invoke(app, arguments(place, baselines=baselines, out=str(path)), catch_exceptions=False)
     assert result.exit_code == 0
-    return result.stdout, json.loads(path.read_text())
+    return result.stdout, json.loads((path / "report.json").read_text())
 
 
 def test_baselines_stand_in_one_table_and_the_draft_stays_what_it_is_alone(place: Path, tmp_path: Path) -> None:
@@ -131,9 +82,9 @@ def test_baselines_stand_in_one_table_and_the_draft_stays_what_it_is_alone(place
 def test_an_untrained_draft_is_the_seeds(place: Path, tmp_path: Path) -> None:
     counts = []
     for number, seed in enumerate(("1", "1", "2")):
-        words = arguments(place, temperatures="1", baselines="untrained", seed=seed, json=str(tmp_path / str(number)))
+        words = arguments(place, temperatures="1", baselines="untrained", seed=seed, out=str(tmp_path / str(number)))
         assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
-        tree = json.loads((tmp_path / str(number)).read_text())
+        tree = json.loads((tmp_path / str(number) / "report.json").read_text())
         assert tree["settings"]["untrained_seed"] == int(seed)
         counts.append(tree["baselines"]["untrained"][0]["acceptance"])
     assert counts[0] == counts[1] != counts[2]
@@ -147,9 +98,9 @@ def test_a_run_says_what_is_measured_until_a_flag_says_otherwise(place: Path, tm
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields))
     given = {"config": str(tmp_path / "run.yaml"), "draft": str(place / "draft"), "baselines": "untrained"}
     words = ["eval", *(part for key, value in given.items() for part in (f"--{key}", value))]
-    words += ["--top-p", "0.25", "--temperatures", "1", "--json", str(tmp_path / "out.json")]
+    words += ["--top-p", "0.25", "--temperatures", "1", "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
-    settings = json.loads((tmp_path / "out.json").read_text())["settings"]
+    settings = json.loads((tmp_path / "out" / "report.json").read_text())["settings"]
     expected = {"max_new_tokens": 6, "top_k": 7, "top_p": 0.25, "seed": 980406, "untrained_seed": 11}
     assert {key: settings[key] for key in expected} == expected
 
@@ -169,11 +120,11 @@ def test_truncation_is_recorded_and_heeded(place: Path, tmp_path: Path) -> None:
     """Of the likeliest token alone, text at temperature 1 is greedy text."""
     greedy, truncated = tmp_path / "greedy", tmp_path / "truncated"
     for words in (
-        arguments(place, temperatures="0", json=str(greedy)),
-        [*arguments(place, temperatures="1", json=str(truncated)), "--top-k", "1", "--top-p", "0.9"],
+        arguments(place, temperatures="0", out=str(greedy)),
+        [*arguments(place, temperatures="1", out=str(truncated)), "--top-k", "1", "--top-p", "0.9"],
     ):
         assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
-    expected, found = (json.loads(path.read_text()) for path in (greedy, truncated))
+    expected, found = (json.loads((path / "report.json").read_text()) for path in (greedy, truncated))
     assert found["measurements"][0]["acceptance"] == expected["measurements"][0]["acceptance"]
     assert (found["settings"]["top_k"], found["settings"]["top_p"]) == (1, 0.9)
 
@@ -181,9 +132,9 @@ def test_truncation_is_recorded_and_heeded(place: Path, tmp_path: Path) -> None:
 def test_the_same_command_counts_the_same_rounds(place: Path, tmp_path: Path) -> None:
     counts = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        words = arguments(place, temperatures="1", seed=seed, json=str(tmp_path / name))
+        words = arguments(place, temperatures="1", seed=seed, out=str(tmp_path / name))
         assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
-        counts.append(json.loads((tmp_path / name).read_text())["measurements"][0]["acceptance"])
+        counts.append(json.loads((tmp_path / name / "report.json").read_text())["measurements"][0]["acceptance"])
     assert counts[0] == counts[1]
     assert counts[0] != counts[2]
 
@@ -237,7 +188,7 @@ def test_a_draft_for_another_target_is_refused_before_the_target_is_read(
     complaint: str,
 ) -> None:
     write_tiny_draft(tmp_path / "draft", place / "target", **changes)
-    monkeypatch.setattr("dspark.cli.eval.load_target", None)
+    monkeypatch.setattr("dspark.cli.identity.load_target", None)
     assert complaint in failure(monkeypatch, capsys, arguments(place, draft=str(tmp_path / "draft")))
 
 

@@ -1,5 +1,6 @@
 """What is measured is what was decoded: counts, time, loops, and texts that do not depend on their neighbours."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -46,10 +47,15 @@ def pair(dspark_golden: dict[str, Any]) -> tuple[TableTarget, DraftModel]:
 def test_a_measurement_pools_the_rounds_of_speculate(pair: tuple[TableTarget, DraftModel]) -> None:
     sampling = Sampling(1.0, 20)
     seen: list[int] = []
-    measurement = measure(*pair, ("toy", PROMPTS), sampling, 7, lambda: seen.append(1))
+
+    def each(index: int, decode: Callable[[], DecodedText]) -> DecodedText:
+        seen.append(index)
+        return decode()
+
+    measurement = measure(*pair, ("toy", PROMPTS), sampling, 7, each)
     alone = [speculate(*pair, prompt, sampling, row_uniforms(7, index)) for index, prompt in enumerate(PROMPTS)]
     rounds = [counts for generation in alone for counts in generation.rounds]
-    assert len(seen) == 3
+    assert seen == [0, 1, 2]
     assert (measurement.task, measurement.temperature, measurement.num_prompts) == ("toy", 1.0, 3)
     assert measurement.new_tokens == sum(len(generation.ids_T) for generation in alone) == 60
     assert measurement.tokens_per_second == pytest.approx(60 / measurement.seconds)
@@ -131,7 +137,8 @@ def compared(pair: tuple[TableTarget, DraftModel], *temperatures: float) -> tupl
     """Plain decoding, lookup and the draft on the toy prompts."""
     drafts = {"plain": None, "ngram": partial(LookupDrafter, 4, pair[0].vocab_size), "draft": pair[1]}
     plan = EvalSection(tasks=("toy",), max_new_tokens=20, temperatures=temperatures)
-    return compare(lambda _: pair[0], drafts, PROMPTS, plan, ((), 7), lambda *_: nullcontext(lambda: None))
+    watch = nullcontext(lambda _, decode: decode())
+    return compare(lambda _: pair[0], drafts, PROMPTS, plan, ((), 7), lambda *_: watch)
 
 
 def test_greedy_texts_are_compared_with_plain_decoding_at_every_greedy_temperature(

@@ -1,0 +1,121 @@
+"""dspark chat: talk to the target with a draft on, and see which tokens were drafted."""
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from dspark.cli.identity import find_pair
+from dspark.cli.terminal import DEFAULT_DEVICE, Device
+from dspark.config import EvalSection, TargetSection, validated
+from dspark.data.chat import ChatFormat, encode_prompt
+from dspark.data.conversations import Conversation
+from dspark.decode.generation import speak
+from dspark.decode.round import Round
+from dspark.decode.sampling import Sampling, row_uniforms
+
+DRAFTED, OWN, ASIDE = "green", "", "dim"
+
+
+def chat(
+    target: Annotated[str, typer.Option(help="A name (ling-3.0-nano, ...) or a Hugging Face folder.")],
+    draft: Annotated[Path, typer.Option(help="An exported draft of it.")],
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the so many likeliest tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this much probability.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 1024,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float32 or float64.")] = None,
+    device: Device = DEFAULT_DEVICE,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    thinking: Annotated[bool, typer.Option(help="Let the target think before it answers.")] = False,
+) -> None:
+    """Talk to the target; what its draft wrote and it accepted is green, what it wrote itself is not.
+
+    A line is a turn. Ctrl-C ends an answer, Ctrl-D the talk. Text and distribution are the target's own.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    section = {"path": target, "dtype": dtype or ("float32" if device == "cpu" else "bfloat16")}
+    chosen = validated(TargetSection, section, "dspark chat")
+    drawn = {"tasks": ["chat"], "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
+    plan = validated(EvalSection, drawn, "dspark chat")
+    pair = find_pair(chosen.path, draft)
+    sampling = Sampling(temperature, plan.max_new_tokens, pair.facts.stop_token_ids, plan.top_k, plan.top_p)
+    model, drafter = pair.load(getattr(torch, chosen.dtype), device)
+    form = ChatFormat(pair.tokenizer, pair.facts.stop_token_ids, thinking)
+    messages: list[dict[str, Any]] = []
+    for turn, line in enumerate(lines(console)):
+        messages.append({"role": "user", "content": line})
+        prompt_ids_T = encode_prompt(form, Conversation("chat", turn + 1, tuple(messages)))
+        spoken = speak(model, drafter, prompt_ids_T, sampling, row_uniforms(seed, turn))
+        messages.append({"role": "assistant", "content": show(console, form, spoken)})
+
+
+def lines(console: Console) -> Iterator[str]:
+    """What the user says, line by line, until it ends; empty lines say nothing."""
+    while True:
+        try:
+            line = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if line:
+            yield line
+
+
+def show(console: Console, form: ChatFormat, spoken: Iterable[tuple[list[int], Round | None]]) -> str:
+    """Print an answer as it comes, its last line and the running figures moving. Returns: the answer's text."""
+    answer = Answer(form)
+    with Live(console=console, refresh_per_second=12, transient=True) as live:
+        try:
+            for ids, counts in spoken:
+                for line in answer.take(ids, counts):
+                    console.print(line)
+                live.update(Group(answer.line, answer.figures()))
+        except KeyboardInterrupt:
+            pass  # the answer ends here, the talk goes on
+    console.print(answer.line)
+    console.print(answer.figures())
+    return answer.text
+
+
+class Answer:
+    """An answer in the making: its text so far, its last line, who wrote what, and its figures."""
+
+    def __init__(self, form: ChatFormat) -> None:
+        self._form, self._ids, self._rounds = form, list[int](), list[Round]()
+        self._began = time.perf_counter()
+        self.text, self.line = "", Text()
+
+    def take(self, ids: list[int], counts: Round | None) -> list[Text]:
+        """Add the new ids of a round (None: the token after the prompt). Returns: the lines that are whole now."""
+        if counts is not None:
+            self._rounds.append(counts)
+        whole: list[Text] = []
+        for slot, new_id in enumerate(ids):
+            self._ids.append(new_id)
+            text = str(self._form.tokenizer.decode(self._ids, skip_special_tokens=True))
+            if text.endswith("\ufffd") or not text.startswith(self.text):
+                continue  # some bytes of a character are still to come
+            style = DRAFTED if counts is not None and slot < counts.accepted_drafts else OWN
+            first, *others = text[len(self.text) :].split("\n")
+            self.line.append(first, style)
+            for other in others:
+                whole.append(self.line)
+                self.line = Text(other, style)
+            self.text = text
+        return whole
+
+    def figures(self) -> Text:
+        """Tokens, rounds, acceptance length and speed so far, prefill included."""
+        seconds = time.perf_counter() - self._began
+        words = f"{len(self._ids)} tokens, {len(self._ids) / seconds:.1f} a second"
+        if self._rounds:
+            length = sum(counts.acceptance_length for counts in self._rounds) / len(self._rounds)
+            words += f"; {length:.2f} a round, {len(self._rounds)} rounds"
+        return Text(words, ASIDE)

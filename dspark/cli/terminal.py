@@ -1,0 +1,74 @@
+"""What the commands share with the terminal: the ``--device`` option, checked before anything is loaded, and bars."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dspark.eval.measure import DecodedText, Each
+
+DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(name: str) -> str:
+    """Returns: the name. Raises: typer.BadParameter for a device that this machine lacks or that is not supported."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in {"cpu", "cuda"}:
+        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, got {name!r}")
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise typer.BadParameter(f"{name!r} is not here: torch finds {found} CUDA devices; use --device cpu")
+    return name
+
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", callback=check_device)]
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def count_progress(name: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show ``name`` and a bar of ``total``; the function given advances it by its argument, or one. On stderr."""
+    with _progress() as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda count=1: progress.advance(task, count)
+
+
+@contextmanager
+def text_progress(name: str, total: int) -> Iterator[Callable[[DecodedText], None]]:
+    """The same for texts, which the function given takes: the acceptance length so far stands behind the name."""
+    num_tokens = num_rounds = 0
+    with _progress() as progress:
+        task = progress.add_task(name, total=total)
+
+        def advance(text: DecodedText) -> None:
+            nonlocal num_tokens, num_rounds
+            num_tokens += sum(counts.acceptance_length for counts in text.rounds)
+            num_rounds += len(text.rounds)
+            length = f": {num_tokens / num_rounds:.2f} tokens a round" if num_rounds else ""
+            progress.update(task, advance=1, description=name + length)
+
+        yield advance
+
+
+@contextmanager
+def watched(contender: str, temperature: float, total: int) -> Iterator[Each]:
+    """``text_progress`` as ``compare`` asks for it."""
+    with text_progress(f"{contender}, T = {temperature:g}", total) as advance:
+
+        def each(_: int, decode: Callable[[], DecodedText]) -> DecodedText:
+            text = decode()
+            advance(text)
+            return text
+
+        yield each
