@@ -37,9 +37,10 @@ def chat(
 ) -> None:
     """Talk to the target; what its draft wrote and it accepted is green, what it wrote itself is not.
 
-    A line is a turn. Ctrl-C ends an answer, Ctrl-D the talk. Text and distribution are the target's own.
+    A line is a turn. Ctrl-C ends an answer, Ctrl-D (or Ctrl-C before a line) the talk. Text and distribution are the
+    target's own. When the talk has more tokens than the draft has positions, its first turns are forgotten.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     section = {"path": target, "dtype": dtype or ("float32" if device == "cpu" else "bfloat16")}
     chosen = validated(TargetSection, section, "dspark chat")
     drawn = {"tasks": ["chat"], "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
@@ -51,16 +52,33 @@ def chat(
     messages: list[dict[str, Any]] = []
     for turn, line in enumerate(lines(console)):
         messages.append({"role": "user", "content": line})
-        prompt_ids_T = encode_prompt(form, Conversation("chat", turn + 1, tuple(messages)))
+        room = pair.draft.max_position_embeddings - max_new_tokens
+        if (prompt_ids_T := remember(console, form, messages, room)) is None:
+            continue
         spoken = speak(model, drafter, prompt_ids_T, sampling, row_uniforms(seed, turn))
         messages.append({"role": "assistant", "content": show(console, form, spoken)})
+
+
+def remember(console: Console, form: ChatFormat, messages: list[dict[str, Any]], room: int) -> torch.Tensor | None:
+    """The ids of the talk; while they are more than ``room``, its first turn is dropped, and said so. None, and the
+    last line forgotten, when that alone is too long.
+    """
+    while messages:
+        ids_T = encode_prompt(form, Conversation("chat", 1, tuple(messages)))
+        if len(ids_T) <= room:
+            return ids_T
+        what = "the first turn is" if len(messages) > 1 else "this line is too long and"
+        console.print(f"{len(ids_T)} tokens, room for {room}: {what} forgotten", style=ASIDE)
+        del messages[:2]
+    return None
 
 
 def lines(console: Console) -> Iterator[str]:
     """What the user says, line by line, until it ends; empty lines say nothing."""
     while True:
         try:
-            line = console.input("[bold]> [/bold]").strip()
+            line = console.input(Text("> ", "bold")).strip()
+            line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         except (EOFError, KeyboardInterrupt):
             console.print()
             return

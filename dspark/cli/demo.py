@@ -25,7 +25,7 @@ from dspark.draft.model import DraftModel
 from dspark.errors import DsparkError
 from dspark.eval.comparison import compare, summary
 from dspark.eval.page import Page, pieces, render
-from dspark.eval.report import comparison_table
+from dspark.eval.report import comparison_tables
 from dspark.eval.tasks import REPOSITORY, load_task
 from dspark.export import draft_fingerprint, read_draft
 from dspark.provenance import describe_launch
@@ -107,7 +107,7 @@ def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.", re
     )
     path = train_folder.parent / "report.html"
     path.write_text(render(page), encoding="utf-8")
-    console.print(comparison_table(contenders, page.title))
+    console.print(*comparison_tables(contenders, page.title))
     console.print(f"{summary(contenders)} Everything took {seconds['all']:.0f} s.\n{path}")
 
 

@@ -19,12 +19,12 @@ from dspark.config import EvalSection, RunConfig, TargetSection, load_run, valid
 from dspark.data.chat import ChatFormat
 from dspark.decode.drafter import Draft, LookupDrafter
 from dspark.draft.model import DraftModel
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, DsparkError
 from dspark.eval.comparison import Contender, compare
 from dspark.eval.measure import DecodedText, Each, Measurement
-from dspark.eval.pairing import DRAFT, REPORT_FILE, ROUNDS_FILE, find_opponent, pair_up
+from dspark.eval.pairing import DRAFT, REPORT_FILE, ROUNDS_FILE, Opponent, find_opponent, pair_up
 from dspark.eval.records import Journal, TextKey, open_journal, write_rounds
-from dspark.eval.report import EvalReport, comparison_table, difference_lines, pairing_table, task_tables, write_json
+from dspark.eval.report import EvalReport, comparison_tables, difference_lines, pairing_table, task_tables, write_json
 from dspark.eval.tasks import TaskPrompts, describe_tasks, load_prompts, task_names
 from dspark.provenance import describe_launch
 from dspark.train.setup import fresh_draft
@@ -61,13 +61,13 @@ def evaluate(
     up what followed the last words before, untrained is a new draft of the same shape. Beside plain, every greedy text
     must be plain decoding's own; those that are not are named, and rounding is told apart from faults.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     if list_tasks:
         console.print(describe_tasks())
         return
     _check_writable(out)
     run, named = load_run(config) if config else None, _named(baselines)
-    listed = {"tasks": tasks and tasks.split(","), "temperatures": temperatures and temperatures.split(",")}
+    listed = {"tasks": _listed(tasks), "temperatures": _listed(temperatures)}
     limits = {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
     plan, chosen = _plan(run, listed | limits), _target(run, target, dtype, device)
     pair = find_pair(chosen.path, draft or (run.train.folder / "draft" if run else None))
@@ -92,7 +92,7 @@ def evaluate(
                 lambda _: model,
                 drafts,
                 found.ids,
-                plan.model_copy(update={"tasks": (found.label,)}),
+                plan.model_copy(update={"tasks": (name,)}),
                 (pair.facts.stop_token_ids, seed),
                 partial(_watch, name, kept, journal),
             )
@@ -102,11 +102,12 @@ def evaluate(
         others = {group[0].name: measured(group) for group in zip(*contenders.values(), strict=True)}
         own = others.pop(DRAFT)
         report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), own, others, pairings)
-        _show(console, report, contenders if named else {})
+        _show(console, report, contenders if named else {}, opponent)
         if out is not None:
             write_rounds(kept, out / ROUNDS_FILE)
             write_json(report, out / REPORT_FILE)
             console.print(f"written to {out}")
+        _refuse_faults(report)
 
 
 def _say_what_is_there(console: Console, out: Path | None, journal: Journal | None) -> None:
@@ -135,6 +136,16 @@ def _watch(
         yield each
 
 
+def _refuse_faults(report: EvalReport) -> None:
+    """When all is written. Raises: DsparkError when a greedy text is not the target's own."""
+    measurements = (*report.measurements, *(m for group in report.baselines.values() for m in group))
+    faults = sum(m.equality.faults for m in measurements if m.equality)
+    if faults:
+        raise DsparkError(
+            f"{faults} greedy texts are not the target's own, which no rounding explains: see A FAULT above"
+        )
+
+
 def _describe_prompts(found: TaskPrompts) -> dict[str, Any]:
     """Where a task's prompts come from, and which they are."""
     digest = hashlib.sha256(repr([ids_T.tolist() for ids_T in found.ids]).encode()).hexdigest()
@@ -146,14 +157,24 @@ def measured(group: Sequence[Contender]) -> tuple[Measurement, ...]:
     return tuple(m for contender in group for m in contender.measurements)
 
 
-def _show(console: Console, report: EvalReport, contenders: Mapping[str, Sequence[Contender]]) -> None:
+def _show(
+    console: Console, report: EvalReport, contenders: Mapping[str, Sequence[Contender]], opponent: Opponent | None
+) -> None:
     console.print(*task_tables(report))
     for task, group in contenders.items():
-        console.print(comparison_table(group, f"{task}: {report.draft['name']} on {report.target['name']}"))
+        title = f"{report.label(task)}: {report.draft['name']} on {report.target['name']}"
+        console.print(*comparison_tables(group, title))
         for line in difference_lines(group):
             console.print(line, highlight=False)
     if report.pairings:
         console.print(pairing_table(report.pairings))
+    if opponent and opponent.lacking:
+        console.print(f"not compared, for {opponent.folder} has it not: {', '.join(opponent.lacking)}")
+
+
+def _listed(words: str | None) -> list[str] | None:
+    """What commas separate, each once."""
+    return list(dict.fromkeys(words.split(","))) if words else None
 
 
 def _check_writable(out: Path | None) -> None:

@@ -91,7 +91,7 @@ def main() -> None:
         app()
     except (DsparkError, OSError) as error:
         line = f"dspark: {one_line(error)}"
-        Console(stderr=True, soft_wrap=True).print(line, style="bold red", markup=False, highlight=False)
+        Console(stderr=True, soft_wrap=True).print(line, style="bold red", markup=False, emoji=False, highlight=False)
         raise SystemExit(2) from None
 
 

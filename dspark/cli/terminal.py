@@ -32,8 +32,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", callback=check
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager

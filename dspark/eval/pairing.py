@@ -30,11 +30,14 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Opponent:
-    """An earlier evaluation: its rounds, and what it shares with another, as the keys of every task and temperature."""
+    """An earlier evaluation: its rounds, what it shares with another as the keys of every task and temperature, and
+    what it has not of the other's, in words.
+    """
 
     folder: Path
     rounds: Mapping[TextKey, tuple[Round, ...]]
     shared: tuple[tuple[TextKey, ...], ...]
+    lacking: tuple[str, ...]
 
 
 def find_opponent(folder: Path, of_target: Mapping[str, Any], settings: Mapping[str, Any]) -> Opponent:
@@ -45,17 +48,26 @@ def find_opponent(folder: Path, of_target: Mapping[str, Any], settings: Mapping[
     there = read_report(folder)
     _check_alike(f"{folder}: target", there["target"], of_target, ("fingerprint", "template_fingerprint"))
     _check_alike(f"{folder}: settings", there["settings"], settings, DRAWN)
-    shared = []
+    counted = {(m["task"], m["temperature"]): m["acceptance"] for m in there["measurements"]}
+    shared, lacking = [], []
     for task, prompts in settings["prompts"].items():
-        if task in there["settings"]["prompts"]:
-            _check_alike(f"{folder}: prompts of {task}", there["settings"]["prompts"][task], prompts, ("sha256",))
-            for temperature in settings["temperatures"]:
-                if temperature in there["settings"]["temperatures"]:
-                    places = range(prompts["count"])
-                    shared.append(tuple(TextKey(task, temperature, DRAFT, index) for index in places))
+        for temperature in settings["temperatures"]:
+            if counted.get((task, temperature)):
+                _check_alike(f"{folder}: prompts of {task}", there["settings"]["prompts"][task], prompts, ("sha256",))
+                shared.append(tuple(TextKey(task, temperature, DRAFT, index) for index in range(prompts["count"])))
+            else:
+                lacking.append(f"{task} at T = {temperature:g}")
     if not shared:
         raise ConfigError(f"{folder}: holds none of these tasks at these temperatures; compare what was measured alike")
-    return Opponent(folder, read_rounds(folder / ROUNDS_FILE), tuple(shared))
+    rounds = read_rounds(folder / ROUNDS_FILE)
+    for keys in shared:
+        of_task = [counts for key in keys for counts in rounds.get(key, ())]
+        found = len(of_task), sum(counts.acceptance_length for counts in of_task)
+        expected = counted[keys[0].task, keys[0].temperature]
+        if found != (expected["num_rounds"], expected["num_tokens"]):
+            place = f"{folder / ROUNDS_FILE}: {keys[0].task} at T = {keys[0].temperature:g}"
+            raise RecordError(f"{place} has other rounds than {REPORT_FILE} counts; evaluate again")
+    return Opponent(folder, rounds, tuple(shared), tuple(lacking))
 
 
 def pair_up(rounds: Mapping[TextKey, tuple[Round, ...]], opponent: Opponent) -> tuple[Pairing, ...]:
@@ -75,7 +87,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; expected the folder of a finished dspark eval --out")
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(tree["settings"]["prompts"], dict) and isinstance(tree["target"], dict):
+        if isinstance(tree["settings"]["prompts"], dict) and all(m["task"] for m in tree["measurements"]):
             return dict(tree)
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path}: not the report of an evaluation ({error}); evaluate again") from error

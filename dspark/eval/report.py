@@ -3,9 +3,10 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -15,6 +16,8 @@ from dspark.eval.confidence import Calibration
 from dspark.eval.measure import Measurement
 from dspark.eval.pairing import Pairing
 from dspark.files import write_whole
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True)
@@ -26,17 +29,22 @@ class EvalReport:
 
     target: Mapping[str, object]
     draft: Mapping[str, object]
-    settings: Mapping[str, object]
+    settings: Mapping[str, Any]
     provenance: Mapping[str, object]
     measurements: tuple[Measurement, ...]
     baselines: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
     pairings: tuple[Pairing, ...] = ()
 
+    def label(self, task: str) -> str:
+        """A task's name as it is shown: synthetic ones say so."""
+        found = self.settings.get("prompts", {}).get(task, {})
+        return f"{task} (synthetic)" if found.get("is_synthetic") else task
+
     def mean_acceptance_lengths(self) -> dict[str, float]:
-        """Macro mean over tasks at each temperature; none for plain decoding. Source: DeepSpec (dspark.md 7.1)."""
+        """Macro mean over real tasks at each temperature; none for plain decoding. Source: DeepSpec (dspark.md 7.1)."""
         lengths: dict[str, list[float]] = {}
         for m in self.measurements:
-            if m.acceptance:
+            if m.acceptance and self.label(m.task) == m.task:
                 lengths.setdefault(f"{m.temperature:g}", []).append(m.acceptance.mean_acceptance_length)
         return {temperature: sum(found) / len(found) for temperature, found in lengths.items()}
 
@@ -49,11 +57,17 @@ def write_json(report: EvalReport, path: Path) -> None:
 
 
 def task_tables(report: EvalReport) -> list[Table]:
-    """A table a task, with a column a temperature: lengths, counts, speed, and both acceptances of every slot."""
+    """Tables of every task, two temperatures each: lengths, counts, speed, and both acceptances of every slot."""
     return [
-        _task_table(f"{task}: {report.draft['name']} on {report.target['name']}", list(measurements))
+        _task_table(f"{report.label(task)}: {report.draft['name']} on {report.target['name']}", some)
         for task, measurements in groupby(report.measurements, key=lambda m: m.task)
+        for some in _in_twos(list(measurements))
     ]
+
+
+def _in_twos(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
+    """What a line of 80 characters has room for."""
+    return [items[start : start + 2] for start in range(0, len(items), 2)]
 
 
 def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
@@ -62,14 +76,14 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     for m in measurements:
         table.add_column(f"T = {m.temperature:g}", justify="right", no_wrap=True)
     drafted = [m.acceptance for m in measurements if m.acceptance]
-    assert len(drafted) == len(measurements), "plain decoding has no acceptance; see comparison_table"
+    assert len(drafted) == len(measurements), "plain decoding has no acceptance; see comparison_tables"
     for name, cells in (
-        ("acceptance length, bonus token included", [number(a.mean_acceptance_length) for a in drafted]),
+        ("acceptance length, bonus included", [number(a.mean_acceptance_length) for a in drafted]),
         ("  95 % interval over prompts", [interval(a.interval) for a in drafted]),
         ("  mean of the prompts' own means", [number(a.mean_acceptance_length_per_prompt) for a in drafted]),
         ("    95 % interval", [interval(a.interval_per_prompt) for a in drafted]),
-        ("  without rounds that the end of the text cut", [number(a.mean_acceptance_length_uncut) for a in drafted]),
-        ("  without texts that end in a loop", [number(m.mean_acceptance_length_without_loops) for m in measurements]),
+        ("  without rounds cut by the end", [number(a.mean_acceptance_length_uncut) for a in drafted]),
+        ("  without texts that loop", [number(m.mean_acceptance_length_without_loops) for m in measurements]),
         ("accepted drafts a round", [number(a.mean_accepted_drafts) for a in drafted]),
         ("rounds", [str(a.num_rounds) for a in drafted]),
         ("new tokens", [str(m.new_tokens) for m in measurements]),
@@ -80,15 +94,15 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     table.add_section()
     sure = [m.confidence.overall if m.confidence else None for m in measurements]
     if any(sure):
-        table.add_row("confidence: ECE of 10 bins, AUROC, Brier", *map(_calibration, sure))
+        table.add_row("confidence: ECE, AUROC, Brier", *map(_calibration, sure))
         table.add_section()
     for slot in range(max(len(a.survival) for a in drafted)):
         pairs = [f"{_at(a.survival, slot)}  {_at(a.conditional, slot)}" for a in drafted]
-        table.add_row(f"slot {slot}: survival, conditional acceptance", *pairs)
+        table.add_row(f"slot {slot}: survival, conditional", *pairs)
     table.add_section()
     for accepted in range(max(len(a.histogram) for a in drafted)):
         shares = [_at([n / a.num_rounds for n in a.histogram], accepted) for a in drafted]
-        table.add_row(f"share of rounds with {accepted} accepted drafts", *shares)
+        table.add_row(f"rounds with {accepted} accepted drafts", *shares)
     return table
 
 
@@ -115,8 +129,17 @@ def _at(values: Sequence[float | None], place: int) -> str:
     return number(values[place]) if place < len(values) else "-"
 
 
-def comparison_table(contenders: Sequence[Contender], title: str) -> Table:
-    """One row a contender: acceptance length with its interval, and speed, at every temperature."""
+def comparison_tables(contenders: Sequence[Contender], title: str) -> list[Table]:
+    """One row a contender: acceptance length with its interval, and speed; two temperatures a table."""
+    columns = [_in_twos(contender.measurements) for contender in contenders]
+    groups = zip(*columns, strict=True)
+    return [
+        _comparison_table([replace(c, measurements=tuple(m)) for c, m in zip(contenders, some, strict=True)], title)
+        for some in groups
+    ]
+
+
+def _comparison_table(contenders: Sequence[Contender], title: str) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
     table.add_column("decoding", no_wrap=True)
     for m in contenders[0].measurements:

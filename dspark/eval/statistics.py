@@ -154,17 +154,25 @@ def swap_p_value(counts_P22: torch.Tensor, seed: int, num_resamples: int) -> flo
 
     Exact in this sense: were the two drafts' counts of a prompt exchangeable, for instance those of one draft with two
     seeds, then P(p <= x) <= x for every x, however few prompts or flips; the observed labels count as one of the
-    flips. Of drafts that only share their mean it is an approximation for many prompts.
+    flips. Of drafts that only share their mean it is an approximation for many prompts. Where there are no more than
+    ``num_resamples`` ways to flip, all are counted, each once.
     Shapes: as ``difference_interval``. Returns: at least 1 / (num_resamples + 1).
     """
-    generator = torch.Generator().manual_seed(seed)
-    is_swapped_SP = torch.randint(2, (num_resamples, len(counts_P22)), generator=generator).double()
+    num_prompts = len(counts_P22)
+    is_exact = 2**num_prompts <= num_resamples
+    if is_exact:
+        places_P = torch.arange(num_prompts)
+        is_swapped_SP = (torch.arange(2**num_prompts)[:, None] >> places_P & 1).double()
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        is_swapped_SP = torch.randint(2, (num_resamples, num_prompts), generator=generator).double()
     moved_S2 = is_swapped_SP @ (counts_P22[:, 1] - counts_P22[:, 0])
     sums_22 = counts_P22.sum(0)
     first_S2, second_S2 = sums_22[0] + moved_S2, sums_22[1] - moved_S2
     difference_S = first_S2[:, 0] / first_S2[:, 1] - second_S2[:, 0] / second_S2[:, 1]
     observed = sums_22[0, 0] / sums_22[0, 1] - sums_22[1, 0] / sums_22[1, 1]
-    return (1 + int((difference_S.abs() >= observed.abs()).sum())) / (num_resamples + 1)
+    num_as_large = int((difference_S.abs() >= observed.abs() * (1 - 1e-12)).sum())  # a sum in another order is no less
+    return num_as_large / len(is_swapped_SP) if is_exact else (1 + num_as_large) / (num_resamples + 1)
 
 
 def _tokens_and_rounds(rounds: Sequence[Round]) -> tuple[int, int]:

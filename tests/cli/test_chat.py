@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.target.loading import load_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 
+ROOT = Path(__file__).parent.parent.parent
 FIGURES = re.compile(r"(\d+) tokens, [\d.]+ a second(?:; ([\d.]+) a round, (\d+) rounds)?")
 
 
@@ -101,6 +104,23 @@ def test_ctrl_c_ends_the_answer_and_not_the_talk(place: Path, monkeypatch: pytes
     assert result.exit_code == 0
     first = str(load_tokenizer(place / "target").decode([65], skip_special_tokens=True))
     assert [message["content"] for message in turns[1]] == ["one", first, "two"]
+
+
+def test_a_talk_longer_than_the_drafts_positions_forgets_its_first_turns_and_says_so(place: Path) -> None:
+    long, longer = "word " * 60, "word " * 400
+    result = CliRunner().invoke(app, words(place), input=f"{long}\n{long}\n{longer}\nadd\n", catch_exceptions=False)
+    assert result.exit_code == 0
+    said = result.stdout.replace("\n", " ")
+    assert "room for 500: the first turn is forgotten" in said
+    assert "room for 500: this line is too long and forgotten" in said
+    assert len(FIGURES.findall(result.stdout)) == 3
+
+
+def test_bytes_that_are_no_text_do_not_end_the_talk(place: Path) -> None:
+    command = [sys.executable, "-m", "dspark.cli.main", *words(place)]
+    done = subprocess.run(command, cwd=ROOT, input=b"\xff\xfe bad\nadd\n", capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(FIGURES.findall(done.stdout.decode())) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """dspark eval --out: what lies in the folder, how an evaluation goes on there, and two of them compared."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from evaluating import arguments, failure, write_tiny_draft
+from pyarrow import compute, parquet
 from tiny import write_tiny_ling
 from typer.testing import CliRunner
 
@@ -110,6 +112,31 @@ def test_two_drafts_are_compared_prompt_by_prompt(place: Path, tmp_path: Path) -
     assert (found["comparison"]["first"], found["comparison"]["second"]) == pytest.approx((own, theirs))
     assert "against" in said
     assert f"{found['comparison']['p_value']:.4f}" in said
+
+
+def test_rounds_that_the_report_does_not_count_are_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "whole", tmp_path / "whole")
+    path = tmp_path / "whole" / "rounds.parquet"
+    table = parquet.read_table(path)
+    parquet.write_table(table.filter(compute.less(table["round_index"], 3)), path)
+    words = place_arguments(place, against=str(tmp_path / "whole"))
+    assert "has other rounds than report.json counts" in failure(monkeypatch, capsys, words)
+
+
+def test_what_the_other_evaluation_lacks_is_said(place: Path, tmp_path: Path) -> None:
+    said = run(place_arguments(place, temperatures="0.5,1", against=str(place / "whole")))
+    assert "prompts.jsonl at T = 0.5" in said.replace("\n", "")
+
+
+def test_names_are_shown_as_they_are_given(place: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "[red]:smile:[/b]"
+    odd.mkdir(parents=True)
+    shutil.copy(place / "prompts.jsonl", odd / "[b]x.jsonl")
+    said = run([*place_arguments(place, tasks=str(odd / "[b]x.jsonl"), out=str(odd / "out")), "--max-prompts", "2"])
+    assert "[red]:smile:[/b]/[b]x.jsonl: " in said.replace("\n", "")
+    assert f"written to {odd / 'out'}" in said.replace("\n", "")
 
 
 def test_evaluations_that_cannot_be_compared_are_refused_before_anything_is_decoded(

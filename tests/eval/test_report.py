@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dspark.eval.comparison import Contender, summary
 from dspark.eval.measure import Difference, GreedyEquality
-from dspark.eval.report import EvalReport, comparison_table, difference_lines, task_tables, write_json
+from dspark.eval.report import EvalReport, comparison_tables, difference_lines, task_tables, write_json
 
 REPORT = EvalReport(
     target={"name": "ling-3.0-nano", "fingerprint": "f" * 64},
@@ -22,9 +22,9 @@ REPORT = EvalReport(
 )
 
 
-def shown(table: Table) -> str:
+def shown(*tables: Table) -> str:
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (a sink)
-    console.print(table)
+    console.print(*tables)
     return console.export_text()
 
 
@@ -48,18 +48,39 @@ def test_the_macro_mean_is_over_tasks_and_never_over_temperatures() -> None:
 
 
 def test_the_tables_show_the_numbers_in_eighty_columns() -> None:
-    text = shown(comparison_table(CONTENDERS, "title"))
+    text = shown(*comparison_tables(CONTENDERS, "title"))
     assert re.search(r"demo draft +3\.00 \(3\.00 - 3\.00\) +\d", text), text
     assert re.search(r"plain decoding +1 +14\.0 +1 +14\.0", text), text
     assert "50% at T = 0" in text
     assert max(map(len, text.splitlines())) <= 80
     (table,) = task_tables(REPORT)
     text = shown(table)
-    assert re.search(r"acceptance length, bonus token included +3\.00 +3\.00", text), text
-    assert re.search(r"slot 2: survival, conditional acceptance +0\.25  0\.33 ", text), text
-    assert re.search(r"slot 3: survival, conditional acceptance +0\.00  0\.00 ", text), text
-    assert re.search(r"share of rounds with 2 accepted drafts +0\.50 ", text), text
+    assert re.search(r"acceptance length, bonus included +3\.00 +3\.00", text), text
+    assert re.search(r"slot 2: survival, conditional +0\.25  0\.33 ", text), text
+    assert re.search(r"slot 3: survival, conditional +0\.00  0\.00 ", text), text
+    assert re.search(r"rounds with 2 accepted drafts +0\.50 ", text), text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_more_temperatures_stand_in_more_tables_of_eighty_columns() -> None:
+    four = tuple(measured(temperature, 5, 4, 5) for temperature in (0.0, 0.5, 1.0, 1.5))
+    tables = task_tables(replace(REPORT, measurements=four))
+    group = [replace(contender, measurements=four) for contender in CONTENDERS[1:]]
+    for found in (tables, comparison_tables(group, "title")):
+        assert len(found) == 2
+        text = shown(*found)
+        assert "…" not in text
+        assert max(map(len, text.splitlines())) <= 80
+        assert all(f"T = {temperature}" in text for temperature in ("0", "0.5", "1", "1.5"))
+        assert len(re.findall(r"\d\.\d\d - \d\.\d\d", text)) >= 8
+
+
+def test_synthetic_tasks_are_named_so_and_left_out_of_the_mean() -> None:
+    measurements = (measured(0.0, 3, 3), replace(measured(0.0, 5, 5), task="random:64"))
+    settings = {"prompts": {"random:64": {"is_synthetic": True}, "heldout": {"is_synthetic": False}}}
+    report = replace(REPORT, measurements=measurements, settings=settings)
+    assert report.mean_acceptance_lengths() == {"0": 3.0}
+    assert "random:64 (synthetic): data/nano/draft" in shown(*task_tables(report))
 
 
 def with_differences(contender: Contender, *differences: Difference) -> Contender:
@@ -72,9 +93,9 @@ def with_differences(contender: Contender, *differences: Difference) -> Contende
 def test_greedy_texts_unlike_plain_decoding_are_counted_and_named() -> None:
     tie, fault = Difference(1, 17, 4e-4, True), Difference(0, 3, 1.25, False)
     group = (CONTENDERS[0], with_differences(CONTENDERS[1]), with_differences(CONTENDERS[2], tie, fault))
-    said = " ".join(shown(comparison_table(group, "title")).split())
+    said = " ".join(shown(*comparison_tables(group, "title")).split())
     assert "untrained draft 0 of 2, demo draft 2 of 2 (1 by rounding, 1 faulty)" in said
-    assert "unlike" not in shown(comparison_table(CONTENDERS, "title"))
+    assert "unlike" not in shown(*comparison_tables(CONTENDERS, "title"))
     lines = difference_lines(group)
     assert lines == [
         "demo draft, heldout: prompt 0 leaves plain decoding at new token 3, "

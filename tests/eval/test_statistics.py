@@ -206,7 +206,10 @@ def test_the_p_value_is_the_share_of_label_swaps_that_differ_as_much() -> None:
         observed = observed if flips else difference
         as_much += difference >= observed
     assert 1 < as_much < 16
-    assert swap_p_value(counts_P22, 0, 20_000) == pytest.approx(as_much / 16, abs=0.01)
+    assert swap_p_value(counts_P22, 0, 16) == as_much / 16
+    twice = torch.cat((counts_P22, torch.tensor([[[3, 1], [3, 1]]] * 12)))  # too many to be counted, and no other gap
+    one = swap_p_value(twice, 0, 20_000)
+    assert one == pytest.approx(swap_p_value(twice, 1, 65_536), abs=0.01)
 
 
 def test_a_draft_compared_with_itself_does_not_differ() -> None:
