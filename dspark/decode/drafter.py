@@ -56,7 +56,7 @@ class LookupDrafter:
     The longest of the text's last 3, 2 or 1 tokens that occur before are looked up; of several places the latest that
     a whole block follows, else the earliest. Rows are one-hot, for nothing is drawn, so the acceptance rule keeps a
     token with the target's own probability of it. Without a match the block is empty and the target goes on alone.
-    Source: prompt lookup decoding (A. Saxena, 2023), as transformers and vLLM have it; they take the earliest place.
+    Source: prompt lookup decoding (A. Saxena, 2023); which of several places to take is ours.
     """
 
     def __init__(self, block_size: int, vocab_size: int) -> None:
