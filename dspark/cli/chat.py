@@ -11,9 +11,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from dspark.cli.identity import find_pair
+from dspark.cli.identity import choose_target, find_pair
 from dspark.cli.terminal import DEFAULT_DEVICE, Device
-from dspark.config import EvalSection, TargetSection, validated
+from dspark.config import EvalSection, validated
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
 from dspark.decode.generation import speak
@@ -41,8 +41,7 @@ def chat(
     target's own. When the talk has more tokens than the draft has positions, its first turns are forgotten.
     """
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-    section = {"path": target, "dtype": dtype or ("float32" if device == "cpu" else "bfloat16")}
-    chosen = validated(TargetSection, section, "dspark chat")
+    chosen = choose_target(None, target, dtype, device)
     drawn = {"tasks": ["chat"], "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
     plan = validated(EvalSection, drawn, "dspark chat")
     pair = find_pair(chosen.path, draft)

@@ -13,9 +13,9 @@ import torch
 import typer
 from rich.console import Console
 
-from dspark.cli.identity import find_pair
+from dspark.cli.identity import choose_target, find_pair
 from dspark.cli.terminal import DEFAULT_DEVICE, Device, text_progress
-from dspark.config import EvalSection, RunConfig, TargetSection, load_run, validated
+from dspark.config import EvalSection, RunConfig, load_run, validated
 from dspark.data.chat import ChatFormat
 from dspark.decode.drafter import Draft, LookupDrafter
 from dspark.draft.model import DraftModel
@@ -69,7 +69,7 @@ def evaluate(
     run, named = load_run(config) if config else None, _named(baselines)
     listed = {"tasks": _listed(tasks), "temperatures": _listed(temperatures)}
     limits = {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
-    plan, chosen = _plan(run, listed | limits), _target(run, target, dtype, device)
+    plan, chosen = _plan(run, listed | limits), choose_target(run, target, dtype, device)
     pair = find_pair(chosen.path, draft or (run.train.folder / "draft" if run else None))
     is_thinking = thinking if thinking is not None else bool(run and run.data.is_thinking)
     chat = ChatFormat(pair.tokenizer, pair.facts.stop_token_ids, is_thinking)
@@ -212,11 +212,3 @@ def _plan(run: RunConfig | None, given: dict[str, Any]) -> EvalSection:
     before = run.eval.model_dump() if run else {"tasks": ("heldout",)}
     given = {key: value for key, value in given.items() if value is not None}
     return validated(EvalSection, before | given, "dspark eval")
-
-
-def _target(run: RunConfig | None, target: str | None, dtype: str | None, device: str) -> TargetSection:
-    path = target or (run and run.target.path)
-    if not path:
-        raise ConfigError("--target: missing; give a name such as ling-3.0-nano, a folder, or a run with --config")
-    chosen = dtype or (run and run.target.dtype) or ("float32" if device == "cpu" else "bfloat16")
-    return validated(TargetSection, {"path": path, "dtype": chosen}, "dspark eval")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dspark.config import DraftConfig, RunConfig
+from dspark.config import DraftConfig, RunConfig, TargetSection, validated
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
 from dspark.export import FolderFields, architecture_for, check_target, draft_fingerprint, read_draft
@@ -35,6 +35,15 @@ def folder_fields(run: RunConfig) -> FolderFields:
     facts = target_facts(run.target.path)
     ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
     return FolderFields(*ids, run.train.num_anchors, architecture_for(facts.architecture))
+
+
+def choose_target(run: RunConfig | None, name: str | None, dtype: str | None, device: str) -> TargetSection:
+    """What the options say, else the run, else a precision that suits the device. Raises: ConfigError."""
+    path = name or (run and run.target.path)
+    if not path:
+        raise ConfigError("--target: missing; give a name such as ling-3.0-nano, a folder, or a run with --config")
+    chosen = dtype or (run and run.target.dtype) or ("float32" if device == "cpu" else "bfloat16")
+    return validated(TargetSection, {"path": path, "dtype": chosen}, "the target")
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,15 @@ def encode_each(
 
 
 def _rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
-    suffix = Path(source).suffix
-    if suffix not in {".jsonl", ".parquet"}:
-        return enumerate(_hub_rows(source, split), 1)
-    if not Path(source).is_file():
-        raise PromptError(f"{source}: no such file; give a .jsonl or .parquet file, or the name of a hub data set")
-    return _json_rows(source) if suffix == ".jsonl" else enumerate(_parquet_rows(source), 1)
+    is_file = Path(source).suffix in {".jsonl", ".parquet"}
+    return read_rows(source) if is_file else enumerate(_hub_rows(source, split), 1)
+
+
+def read_rows(path: str) -> Iterable[tuple[int, Any]]:
+    """The rows of a .jsonl or .parquet file, numbered from 1 as its lines are. Raises: PromptError with the place."""
+    if not Path(path).is_file():
+        raise PromptError(f"{path}: no such file; give a .jsonl or .parquet file, or the name of a hub data set")
+    return _json_rows(path) if Path(path).suffix == ".jsonl" else enumerate(_parquet_rows(path), 1)
 
 
 def _json_rows(source: str) -> Iterator[tuple[int, Any]]:

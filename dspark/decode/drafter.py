@@ -16,8 +16,10 @@ LONGEST_MATCH, SHORTEST_MATCH = 3, 1
 
 class Drafter(Protocol):
     """Drafts one text, block after block. The text stays the target's own as long as a block's rows are the very
-    distributions that its ids were drawn from.
+    distributions that its ids were drawn from. ``target_layer_ids``: whose outputs it reads, () for none.
     """
+
+    target_layer_ids: tuple[int, ...]
 
     def extend(self, ids: Sequence[int], taps_TLD: torch.Tensor) -> None:
         """Take in the next T >= 1 committed ids and the target's states there: the prompt's, then in each round those
@@ -41,7 +43,7 @@ class ModelDrafter:
         if confidence_threshold > 0 and not draft.config.enable_confidence_head:
             raise DraftMismatchError(f"confidence_threshold {confidence_threshold} needs a confidence head; use 0")
         self.draft, self.confidence_threshold = draft, confidence_threshold
-        self.context = ContextCache(draft)
+        self.target_layer_ids, self.context = draft.config.target_layer_ids, ContextCache(draft)
 
     def extend(self, ids: Sequence[int], taps_TLD: torch.Tensor) -> None:
         extend(self.draft, self.context, taps_TLD)
@@ -58,6 +60,8 @@ class LookupDrafter:
     token with the target's own probability of it. Without a match the block is empty and the target goes on alone.
     Source: prompt lookup decoding (A. Saxena, 2023); which of several places to take is ours.
     """
+
+    target_layer_ids: tuple[int, ...] = ()
 
     def __init__(self, block_size: int, vocab_size: int) -> None:
         self.block_size, self.vocab_size = block_size, vocab_size

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dspark.decode.drafter import Draft, Drafter, ModelDrafter
+from dspark.decode.drafter import Draft, ModelDrafter
 from dspark.decode.round import Round, verify_block
 from dspark.decode.sampling import Sampling, Uniforms, sample
 from dspark.draft.model import DraftModel
@@ -51,27 +51,20 @@ def generate(
         target.commit(cache, one_B)
 
 
-@torch.no_grad()
 def speculate(
-    target: Target[CacheT],
-    draft: Draft,
-    prompt_ids_T: torch.Tensor,
-    sampling: Sampling,
-    uniforms: Uniforms,
-    confidence_threshold: float = 0.0,
+    target: Target[CacheT], draft: Draft, prompt_ids_T: torch.Tensor, sampling: Sampling, uniforms: Uniforms
 ) -> Generation:
     """Speculative decoding of one prompt: the same text as ``generate`` if greedy, the same distribution if not.
 
     Uniforms are taken in this order: one for the token after the prompt; then in each round one a drafted token (unless
     greedy), one a proposed token for its acceptance, one for the round's last token. A text of exactly max_new_tokens
     is followed by one more round, which is counted and adds nothing to the text: DeepSpec stops there.
-    Shapes: prompt_ids_T int64, T >= 1; a DSpark draft is bound to the target's tables, and ``confidence_threshold``
-    is for it alone. Source: dspark.md 6.
-    Raises: DraftMismatchError for a draft of other tapped layers, or a threshold without a confidence head.
+    Shapes: prompt_ids_T int64, T >= 1; a DSpark draft is bound to the target's tables. Source: dspark.md 6.
+    Raises: DraftMismatchError for a drafter that reads other layers than the target taps; as the drafter is made.
     """
     ids: list[int] = []
     rounds: list[Round] = []
-    for new_ids, counts in speak(target, draft, prompt_ids_T, sampling, uniforms, confidence_threshold):
+    for new_ids, counts in speak(target, draft, prompt_ids_T, sampling, uniforms):
         ids += new_ids
         rounds += [] if counts is None else [counts]
     return Generation(torch.tensor(ids), tuple(rounds))
@@ -79,17 +72,15 @@ def speculate(
 
 @torch.no_grad()
 def speak(
-    target: Target[CacheT],
-    draft: Draft,
-    prompt_ids_T: torch.Tensor,
-    sampling: Sampling,
-    uniforms: Uniforms,
-    confidence_threshold: float = 0.0,
+    target: Target[CacheT], draft: Draft, prompt_ids_T: torch.Tensor, sampling: Sampling, uniforms: Uniforms
 ) -> Iterator[tuple[list[int], Round | None]]:
     """``speculate`` while it happens. Yields: the token after the prompt with None, then every round's tokens of the
     text, some or none, with its counts.
     """
-    drafter = _begin(target, draft, confidence_threshold)
+    drafter = ModelDrafter(draft) if isinstance(draft, DraftModel) else draft()
+    read, tapped = list(drafter.target_layer_ids), list(target.target_layer_ids)
+    if read and read != tapped:
+        raise DraftMismatchError(f"load the target with layers {read}, which the draft reads, not with {tapped}")
     cache, output = target.prefill([prompt_ids_T])
     ids: list[int] = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
     yield ids[:], None
@@ -101,12 +92,3 @@ def speak(
         committed, room = [ids[-1], *new_ids[:-1]], sampling.max_new_tokens - len(ids)
         ids += new_ids
         yield new_ids[:room], replace(counts, is_cut=counts.is_cut or len(new_ids) > room)
-
-
-def _begin(target: Target[CacheT], draft: Draft, confidence_threshold: float) -> Drafter:
-    if not isinstance(draft, DraftModel):
-        return draft()
-    read, tapped = list(draft.config.target_layer_ids), list(target.target_layer_ids)
-    if read != tapped:
-        raise DraftMismatchError(f"load the target with layers {read}, which the draft reads, not with {tapped}")
-    return ModelDrafter(draft, confidence_threshold)

@@ -3,7 +3,6 @@
 import importlib
 import importlib.resources
 import importlib.util
-import json
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from dspark.config import NonNegativeInt, PositiveInt, Section, validated
 from dspark.data.chat import ChatFormat, encode_prompt
-from dspark.data.conversations import Conversation, read_conversations
+from dspark.data.conversations import Conversation, read_conversations, read_rows
 from dspark.errors import ConfigError, PromptError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -263,17 +262,8 @@ def _hub_rows(source: TaskSource) -> Iterable[Mapping[str, Any]]:
 
 
 def _rows_of(paths: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    from datasets.load import load_dataset
-
     for path in paths:
-        try:
-            if path.endswith(".parquet"):
-                yield from load_dataset("parquet", data_files=path, split="train", streaming=True)
-                continue
-            with open(path, encoding="utf-8") as file:
-                yield from (json.loads(line) for line in file if line.strip())
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise PromptError(f"{path}: cannot be read ({error}); fetch it again") from error
+        yield from (row for _, row in read_rows(path))
 
 
 def _fill(name: str, source: TaskSource, row: Mapping[str, Any]) -> str:

