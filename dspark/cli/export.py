@@ -1,4 +1,4 @@
-"""dspark export: a draft as the Hugging Face folder that SGLang, vLLM and DeepSpec load."""
+"""dspark export: a draft as the Hugging Face folder laid out for SGLang, vLLM and DeepSpec."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def export(
         bool, typer.Option("--with-tables", help="Add the target's embedding and head, which DeepSpec needs.")
     ] = False,
 ) -> None:
-    """Write a draft as the Hugging Face folder that SGLang, vLLM and DeepSpec load.
+    """Write a draft as the Hugging Face folder laid out for SGLang, vLLM and DeepSpec.
 
     Training has already written one to TRAIN_FOLDER/draft; this writes it from a checkpoint, or in another form.
     """
