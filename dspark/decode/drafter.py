@@ -36,6 +36,13 @@ Draft = DraftModel | Callable[[], Drafter]
 """What many texts are drafted with: a DSpark draft, or what makes a drafter for each text."""
 
 
+def check_layers(read: tuple[int, ...], tapped: tuple[int, ...]) -> None:
+    """Raises: DraftMismatchError where a drafter reads (and does not read none) other layers than the target taps."""
+    if read and list(read) != list(tapped):
+        found = f"load the target with layers {list(read)}, which the draft reads, not with {list(tapped)}"
+        raise DraftMismatchError(found)
+
+
 class ModelDrafter:
     """A DSpark draft at work on one text. Raises: DraftMismatchError for a threshold without a confidence head."""
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dspark.decode.drafter import Draft, ModelDrafter
+from dspark.decode.drafter import Draft, ModelDrafter, check_layers
 from dspark.decode.round import Round, verify_block
 from dspark.decode.sampling import Sampling, Uniforms, sample
 from dspark.draft.model import DraftModel
-from dspark.errors import DraftMismatchError
 from dspark.types import CacheT, Target
 
 
@@ -78,9 +77,7 @@ def speak(
     text, some or none, with its counts.
     """
     drafter = ModelDrafter(draft) if isinstance(draft, DraftModel) else draft()
-    read, tapped = list(drafter.target_layer_ids), list(target.target_layer_ids)
-    if read and read != tapped:
-        raise DraftMismatchError(f"load the target with layers {read}, which the draft reads, not with {tapped}")
+    check_layers(drafter.target_layer_ids, target.target_layer_ids)
     cache, output = target.prefill([prompt_ids_T])
     ids: list[int] = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
     yield ids[:], None

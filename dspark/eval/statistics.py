@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from dspark.decode.round import Round
+from dspark.decode.teacher_forced import TeacherForced, round_starts
 
 PromptT = TypeVar("PromptT", bound=Hashable)
 SMALLEST_ERROR = 0.25
@@ -94,6 +95,77 @@ def bootstrap_interval(
     ratios_P = pairs_P2[:, 0] / pairs_P2[:, 1]
     low, high = _studentised(pairs_P2[:, None], seed, num_resamples)
     return max(low, float(ratios_P.min())), min(high, float(ratios_P.max()))
+
+
+@dataclass(frozen=True)
+class TeacherForcedStatistics:
+    """The acceptance length that a draft should have by ``TeacherForced``, with its 95 % bootstrap interval over
+    prompts. ``survival``: of slot k, over the blocks that have it.
+    """
+
+    expected_acceptance_length: float
+    interval: tuple[float, float]
+    survival: tuple[float, ...]
+    num_anchors: int
+
+
+def teacher_forced_statistics(
+    texts: Sequence[TeacherForced], seed: int = 0, num_resamples: int = 2000
+) -> TeacherForcedStatistics:
+    """Pool the ``lengths`` of one text a prompt over all blocks. Raises: ValueError without a single block."""
+    sums, blocks = [sum(text.lengths) for text in texts], [len(text.anchors) for text in texts]
+    if not any(blocks):
+        raise ValueError("no blocks to measure: no text is longer than a block or ends at a stop token")
+    survival = torch.tensor([text.survival_sums for text in texts if text.anchors], dtype=torch.float64).sum(0)
+    counts = torch.tensor([text.slot_counts for text in texts if text.anchors]).sum(0)
+    return TeacherForcedStatistics(
+        expected_acceptance_length=sum(sums) / sum(blocks),
+        interval=bootstrap_interval(sums, blocks, seed, num_resamples),
+        survival=tuple((survival / counts)[counts > 0].tolist()),
+        num_anchors=sum(blocks),
+    )
+
+
+@dataclass(frozen=True)
+class DecodingGap:
+    """Mean acceptance lengths of the same rounds: as they were decoded, and by ``TeacherForced.path_lengths``.
+    ``difference`` = decoded - forced, with its 95 % bootstrap interval over prompts. Where drafting sees what training
+    showed it is 0 if greedy and 0 on average if drawn.
+    """
+
+    num_rounds: int
+    decoded: float
+    forced: float
+    difference: float
+    interval: tuple[float, float]
+
+
+def decoding_gap(
+    texts: Sequence[TeacherForced],
+    rounds_by_prompt: Sequence[Sequence[Round]],
+    seed: int = 0,
+    num_resamples: int = 2000,
+) -> DecodingGap:
+    """Compare rounds with the estimates at their starts, over the rounds that have one.
+    Raises: ValueError for an anchor that is no round start, a round that a confidence threshold shortened (forced
+    blocks are whole), or no round at all.
+    """
+    pairs = []
+    for text, rounds in zip(texts, rounds_by_prompt, strict=True):
+        at = dict(zip(round_starts(rounds), rounds, strict=True))
+        if not set(text.anchors) <= at.keys():
+            raise ValueError(f"anchors must be round starts, {sorted(at)}, got {list(text.anchors)}")
+        there = [at[anchor] for anchor in text.anchors]
+        if any(counts.num_proposed < len(text.slot_counts) and not counts.is_cut for counts in there):
+            raise ValueError("rounds propose less than a whole block; decode without a confidence threshold")
+        decoded = sum(counts.acceptance_length for counts in there)
+        pairs += [((decoded, len(there)), (sum(text.path_lengths), len(there)))] if there else []
+    if not pairs:
+        raise ValueError("no rounds to compare: every text ended within its first block")
+    pairs_P22 = torch.tensor(pairs, dtype=torch.float64)
+    decoded, forced = (pairs_P22[..., 0].sum(0) / pairs_P22[..., 1].sum(0)).tolist()
+    interval = difference_interval(pairs_P22, seed, num_resamples)
+    return DecodingGap(int(pairs_P22[:, 0, 1].sum()), decoded, forced, decoded - forced, interval)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from dspark.decode.round import Round
+from dspark.decode.teacher_forced import TeacherForced
 from dspark.eval.statistics import (
     acceptance_statistics,
     bootstrap_interval,
     compare_pairs,
+    decoding_gap,
     difference_interval,
     swap_p_value,
+    teacher_forced_statistics,
 )
 
 
@@ -224,3 +227,41 @@ def test_drafts_on_different_prompts_are_not_compared() -> None:
         compare_pairs({("a", 0): rounds, ("a", 1): rounds}, {("a", 0): rounds, ("b", 1): rounds})
     with pytest.raises(ValueError, match="no prompt has rounds of both"):
         compare_pairs({0: rounds, 1: []}, {0: [], 1: rounds})
+
+
+FORCED = (
+    TeacherForced((0, 3), (2.5, 3.5), (2.0, 3.0), (1.5, 1.5, 1.0), (2, 2, 2)),
+    TeacherForced((), (), (), (0.0,) * 3, (0,) * 3),
+    TeacherForced((2,), (1.5,), (1.75,), (0.5, 0.0, 0.0), (1, 0, 0)),
+)
+
+
+def test_teacher_forced_texts_are_pooled_over_blocks_and_slots_over_those_that_have_them() -> None:
+    result = teacher_forced_statistics(FORCED, seed=4)
+    assert result.expected_acceptance_length == pytest.approx(7.5 / 3)
+    assert result.interval == bootstrap_interval([6.0, 0.0, 1.5], [2, 0, 1], seed=4)
+    assert result.survival == pytest.approx((2 / 3, 1.5 / 2, 1 / 2))
+    assert result.num_anchors == 3
+    short = teacher_forced_statistics(FORCED[1:])
+    assert (short.survival, short.interval) == ((0.5,), (1.5, 1.5)), "a slot that no block has is not there"
+    with pytest.raises(ValueError, match="no blocks to measure"):
+        teacher_forced_statistics(FORCED[1:2])
+
+
+def test_the_gap_is_between_the_same_rounds_prompt_by_prompt() -> None:
+    stopped = Round(num_proposed=1, accepted_drafts=1, acceptance_length=1, is_cut=True, confidence_logits=())
+    rounds = [[whole(2, 3), whole(3, 3), whole(0, 3)], [], [whole(1, 3), stopped]]
+    result = decoding_gap(FORCED, rounds, seed=4)
+    assert (result.num_rounds, result.decoded, result.forced) == (3, (3 + 4 + 1) / 3, (2 + 3 + 1.75) / 3)
+    assert result.difference == pytest.approx(result.decoded - result.forced)
+    counts_P22 = torch.tensor([[[7.0, 2], [5.0, 2]], [[1.0, 1], [1.75, 1]]], dtype=torch.float64)
+    assert result.interval == difference_interval(counts_P22, 4, 2000)
+
+
+def test_a_gap_wants_whole_blocks_at_round_starts() -> None:
+    with pytest.raises(ValueError, match=r"round starts, \[0, 2\], got \[0, 3\]"):
+        decoding_gap(FORCED[:1], [[whole(1, 3), whole(3, 3)]])
+    with pytest.raises(ValueError, match="confidence threshold"):
+        decoding_gap(FORCED[:1], [[whole(2, 2), whole(3, 3)]])
+    with pytest.raises(ValueError, match="no rounds to compare"):
+        decoding_gap(FORCED[1:2], [[whole(2, 3)]])
