@@ -29,8 +29,9 @@ class TeacherForced:
       starts they equal every round's acceptance_length (but for ties that rounding decides otherwise).
     * Drawn, at the round starts of the decoding that wrote the text: what follows a round start has the target's law,
       and prod_{i<=k} min(1, q_i(x_i) / p_i(x_i)) is the chance, given the whole text, that the round kept slot k. So
-      the rounds' mean acceptance_length and that of ``path_lengths`` have the same expectation, truncated or not.
-    * ``lengths`` have it up to slot 0 only. Slot 1 is kept with E[min(1, q_0 / p_0) alpha_1] over the target's tokens
+      the sums of acceptance_length and of ``path_lengths`` over the rounds have the same expectation, for any sampling
+      and whichever rounds are left out because of the text.
+    * ``lengths`` agree in slot 0 only. Slot 1 is kept with E[min(1, q_0 / p_0) alpha_1] over the target's tokens
       x_0, against alpha_0 E[alpha_1] here: decoding is ahead by the covariance of the two, which has no fixed sign. It
       is positive where tokens that are easily kept lead to places that are easy too; neither number is a bound.
     * At other anchors all this is another average: a round starts where the last one was refused or filled, and evenly
