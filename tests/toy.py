@@ -1,10 +1,15 @@
-"""A target made of tables, whose text has an exactly known law, and the test that counts follow a law."""
+"""A target made of tables, whose text has an exactly known law, drafts for it, and the test that counts follow it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
+from dspark.config import DraftConfig
+from dspark.decode.drafter import ModelDrafter
+from dspark.draft.model import DraftModel
 from dspark.types import TargetOutput
 
 
@@ -91,3 +96,38 @@ class TableTarget:
                 taps.append(torch.stack(tables) if tables else self.token_table[:0, 0])
         one_hot = torch.eye(self.hidden_size, dtype=self.logits_SV.dtype)
         return TargetOutput(torch.stack(taps), one_hot[states])
+
+
+def toy_draft(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> DraftModel:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    widths = {"intermediate_size": 8, "max_position_embeddings": 512, "markov_rank": 4, "block_size": 3}
+    draft = DraftModel(DraftConfig(**(shape | widths | config))).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return draft.eval()
+
+
+def sure(draft: DraftModel, threshold: float) -> Callable[[], ModelDrafter]:
+    """A draft whose blocks end before the first confidence below the threshold."""
+    return partial(ModelDrafter, draft, threshold)
+
+
+SIZE, NUM_STATES = 4, 7
+
+
+def move(state: int, new_id: int) -> int:
+    """A recurrent state: committing one token too many or too few changes everything after it."""
+    return (3 * state + new_id + 1) % NUM_STATES
+
+
+def toy_pair() -> tuple[TableTarget, DraftModel]:
+    generator = torch.Generator().manual_seed(1)
+    taps = torch.randn(9, SIZE, 4, generator=generator), torch.randn(9, 8, 4, generator=generator)
+    logits = 1.5 * torch.randn(NUM_STATES, SIZE, generator=generator)
+    target = TableTarget(logits, move, taps, target_layer_ids=(1, 4))
+    sizes = {"vocab_size": SIZE, "hidden_size": 4, "num_target_layers": 8, "target_layer_ids": (1, 4)}
+    draft = toy_draft(sizes | {"mask_token_id": 0}, seed=4)
+    draft.bind(torch.randn(SIZE, 4, generator=generator), torch.randn(SIZE, 4, generator=generator))
+    return target, draft

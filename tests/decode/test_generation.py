@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import pytest
 import torch
 from golden_draft import CASES, DTYPES, exact, golden_case
 from tiny import MASK_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
-from toy import TableTarget, chi_square_p_value
+from toy import SIZE, TableTarget, chi_square_p_value, move, sure, toy_draft, toy_pair
 
-from dspark.config import DraftConfig
 from dspark.decode import round as round_module
 from dspark.decode.acceptance import accept
-from dspark.decode.drafter import ModelDrafter
 from dspark.decode.generation import Generation, generate, speculate
-from dspark.decode.round import draw_block
+from dspark.decode.round import draw_block, num_confident
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend
@@ -38,22 +35,6 @@ def golden_loop(golden: dict[str, Any], dtype: torch.dtype) -> tuple[TableTarget
         target_layer_ids=draft.config.target_layer_ids,
     )
     return target, draft, torch.tensor(run["prompt"])
-
-
-def toy_draft(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> DraftModel:
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
-    widths = {"intermediate_size": 8, "max_position_embeddings": 512, "markov_rank": 4, "block_size": 3}
-    draft = DraftModel(DraftConfig(**(shape | widths | config))).to(dtype)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return draft.eval()
-
-
-def sure(draft: DraftModel, threshold: float) -> Callable[[], ModelDrafter]:
-    """A draft whose blocks end before the first confidence below the threshold."""
-    return partial(ModelDrafter, draft, threshold)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,10 +65,11 @@ def test_drafting_with_a_context_is_golden(dspark_golden: dict[str, Any], name: 
         for golden in inference["rounds"]:
             extend(draft, context, taps[start:end])
             assert context.num_tokens == golden["context_rows_in_cache"]
+            block = draw_block(draft, context, golden["anchor_token"], greedy, iter([]).__next__)
+            assert block.ids_K.tolist() == golden["draft_tokens"]
+            assert block.confidence_logits == pytest.approx(golden["confidence_logits"], abs=5e-5)
             for threshold, kept in golden["draft_tokens_kept_at_threshold"].items():
-                block = draw_block(draft, context, golden["anchor_token"], greedy, iter([]).__next__, float(threshold))
-                assert block.ids_K.tolist() == golden["draft_tokens"][:kept]
-                assert block.confidence_logits == pytest.approx(golden["confidence_logits"], abs=5e-5)
+                assert num_confident(block.confidences, float(threshold)) == kept
             if "context_rows_appended" in golden:
                 start, end = golden["context_rows_appended"][0], golden["context_rows_appended"][1] + 1
 
@@ -106,7 +88,9 @@ def test_greedy_text_is_plain_text_wherever_it_ends(dspark_golden: dict[str, Any
 def knowing_propose(text: torch.Tensor, prompt_tokens: int, errors: random.Random) -> Callable[..., Proposal]:
     """A ``propose`` that knows the text and errs from a random slot on."""
 
-    def propose(draft: DraftModel, context: ContextCache, anchor_id: int, pick: Callable[..., int]) -> Proposal:
+    def propose(
+        draft: DraftModel, context: ContextCache, anchor_id: int, pick: Callable[..., int], _: None
+    ) -> Proposal:
         block_size, start = draft.config.block_size, context.num_tokens - prompt_tokens
         assert start >= len(text) or text[start] == anchor_id
         ids_K = torch.cat((text[start + 1 :], torch.zeros(block_size, dtype=torch.int64)))[:block_size]
@@ -137,23 +121,7 @@ def test_greedy_text_of_a_tiny_ling_is_plain_text_for_every_accepted_count(
     assert accepted == {0, 1, 2, 3}
 
 
-SIZE, NUM_STATES, NUM_TOKENS = 4, 7, 3
-
-
-def move(state: int, new_id: int) -> int:
-    """A recurrent state: committing one token too many or too few changes everything after it."""
-    return (3 * state + new_id + 1) % NUM_STATES
-
-
-def toy_pair() -> tuple[TableTarget, DraftModel]:
-    generator = torch.Generator().manual_seed(1)
-    taps = torch.randn(9, SIZE, 4, generator=generator), torch.randn(9, 8, 4, generator=generator)
-    logits = 1.5 * torch.randn(NUM_STATES, SIZE, generator=generator)
-    target = TableTarget(logits, move, taps, target_layer_ids=(1, 4))
-    sizes = {"vocab_size": SIZE, "hidden_size": 4, "num_target_layers": 8, "target_layer_ids": (1, 4)}
-    draft = toy_draft(sizes | {"mask_token_id": 0}, seed=4)
-    draft.bind(torch.randn(SIZE, 4, generator=generator), torch.randn(SIZE, 4, generator=generator))
-    return target, draft
+NUM_TOKENS = 3
 
 
 def law_p_value(write: Callable[[TableTarget, DraftModel, Uniforms], torch.Tensor], num_draws: int = 600) -> float:
