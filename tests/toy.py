@@ -1,12 +1,14 @@
-"""A target made of tables, whose text has an exactly known law, a draft, and the test that counts follow a law."""
+"""A target made of tables, whose text has an exactly known law, drafts for it, and the test that counts follow it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from dspark.config import DraftConfig
+from dspark.decode.drafter import ModelDrafter
 from dspark.draft.model import DraftModel
 from dspark.types import TargetOutput
 
@@ -107,6 +109,11 @@ def toy_draft(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.floa
         for parameter in draft.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return draft.eval()
+
+
+def sure(draft: DraftModel, threshold: float) -> Callable[[], ModelDrafter]:
+    """A draft whose blocks end before the first confidence below the threshold."""
+    return partial(ModelDrafter, draft, threshold)
 
 
 def move(state: int, new_id: int) -> int:

@@ -16,9 +16,10 @@ from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.config import EvalSection, validated
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
-from dspark.decode.generation import speak
+from dspark.decode.generation import DraftSpeaker
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
+from dspark.decode.speaking import Spoken, Stopwatch
 
 DRAFTED, OWN, ASIDE = "green", "", "dim"
 
@@ -48,13 +49,13 @@ def chat(
     sampling = Sampling(temperature, plan.max_new_tokens, pair.facts.stop_token_ids, plan.top_k, plan.top_p)
     model, drafter = pair.load(getattr(torch, chosen.dtype), device)
     form = ChatFormat(pair.tokenizer, pair.facts.stop_token_ids, thinking)
-    messages: list[dict[str, Any]] = []
+    speak, messages = DraftSpeaker(model, drafter), list[dict[str, Any]]()
     for turn, line in enumerate(lines(console)):
         messages.append({"role": "user", "content": line})
         room = pair.draft.max_position_embeddings - max_new_tokens
         if (prompt_ids_T := remember(console, form, messages, room)) is None:
             continue
-        spoken = speak(model, drafter, prompt_ids_T, sampling, row_uniforms(seed, turn))
+        spoken = speak([prompt_ids_T], sampling, [row_uniforms(seed, turn)], Stopwatch())
         messages.append({"role": "assistant", "content": show(console, form, spoken)})
 
 
@@ -85,13 +86,13 @@ def lines(console: Console) -> Iterator[str]:
             yield line
 
 
-def show(console: Console, form: ChatFormat, spoken: Iterable[tuple[list[int], Round | None]]) -> str:
+def show(console: Console, form: ChatFormat, spoken: Iterable[list[Spoken]]) -> str:
     """Print an answer as it comes, its last line and the running figures moving. Returns: the answer's text."""
     answer = Answer(form)
     with Live(console=console, refresh_per_second=12, transient=True) as live:
         try:
-            for ids, counts in spoken:
-                for line in answer.take(ids, counts):
+            for (news,) in spoken:
+                for line in answer.take(news.ids, news.counts):
                     console.print(line)
                 live.update(Group(answer.line, answer.figures()))
         except KeyboardInterrupt:

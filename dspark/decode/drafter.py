@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from dspark.decode.round import Block, draw_block
+from dspark.decode.round import Block, draw_block, num_confident
 from dspark.decode.sampling import Sampling, Uniforms
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend
@@ -17,9 +17,11 @@ LONGEST_MATCH, SHORTEST_MATCH = 3, 1
 class Drafter(Protocol):
     """Drafts one text, block after block. The text stays the target's own as long as a block's rows are the very
     distributions that its ids were drawn from. ``target_layer_ids``: whose outputs it reads, () for none.
+    ``has_confidence``: whether its blocks say how sure they are.
     """
 
     target_layer_ids: tuple[int, ...]
+    has_confidence: bool
 
     def extend(self, ids: Sequence[int], taps_TLD: torch.Tensor) -> None:
         """Take in the next T >= 1 committed ids and the target's states there: the prompt's, then in each round those
@@ -44,19 +46,29 @@ def check_layers(read: tuple[int, ...], tapped: tuple[int, ...]) -> None:
 
 
 class ModelDrafter:
-    """A DSpark draft at work on one text. Raises: DraftMismatchError for a threshold without a confidence head."""
+    """A DSpark draft at work on one text. Blocks have num_drafts tokens (None: as many as it was trained for), less
+    those from the first on whose confidence is below the threshold (0 is off).
+    Raises: DraftMismatchError for a threshold without a confidence head, or num_drafts outside 1..block_size.
+    """
 
-    def __init__(self, draft: DraftModel, confidence_threshold: float = 0.0) -> None:
-        if confidence_threshold > 0 and not draft.config.enable_confidence_head:
+    def __init__(self, draft: DraftModel, confidence_threshold: float = 0.0, num_drafts: int | None = None) -> None:
+        block_size, self.has_confidence = draft.config.block_size, draft.confidence_head is not None
+        if confidence_threshold > 0 and not self.has_confidence:
             raise DraftMismatchError(f"confidence_threshold {confidence_threshold} needs a confidence head; use 0")
-        self.draft, self.confidence_threshold = draft, confidence_threshold
+        if num_drafts is not None and not 1 <= num_drafts <= block_size:
+            raise DraftMismatchError(f"num_drafts must be 1 to {block_size}, the draft's block size, got {num_drafts}")
+        self.draft, self.confidence_threshold, self.num_drafts = draft, confidence_threshold, num_drafts
         self.target_layer_ids, self.context = draft.config.target_layer_ids, ContextCache(draft)
 
     def extend(self, ids: Sequence[int], taps_TLD: torch.Tensor) -> None:
         extend(self.draft, self.context, taps_TLD)
 
     def draw(self, anchor_id: int, sampling: Sampling, uniforms: Uniforms) -> Block:
-        return draw_block(self.draft, self.context, anchor_id, sampling, uniforms, self.confidence_threshold)
+        """All tokens are drawn, also those that the threshold then leaves out."""
+        block = draw_block(self.draft, self.context, anchor_id, sampling, uniforms, self.num_drafts)
+        if self.confidence_threshold > 0:
+            return block.first(num_confident(block.confidences, self.confidence_threshold))
+        return block
 
 
 class LookupDrafter:
@@ -69,6 +81,7 @@ class LookupDrafter:
     """
 
     target_layer_ids: tuple[int, ...] = ()
+    has_confidence = False
 
     def __init__(self, block_size: int, vocab_size: int) -> None:
         self.block_size, self.vocab_size = block_size, vocab_size

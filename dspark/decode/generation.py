@@ -1,15 +1,19 @@
-"""Whole texts: plain decoding of many prompts in step, and speculative decoding of one."""
+"""Whole texts, all in step: plain decoding, and speculative decoding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Generic
 
 import torch
 
-from dspark.decode.drafter import Draft, ModelDrafter, check_layers
-from dspark.decode.round import Round, verify_block
+from dspark.decode.drafter import Draft, Drafter, ModelDrafter, check_layers
+from dspark.decode.round import Block, Round, Verified, verify_blocks
 from dspark.decode.sampling import Sampling, Uniforms, sample
+from dspark.decode.scheduler import share
+from dspark.decode.speaking import Spoken, Stopwatch
 from dspark.draft.model import DraftModel
-from dspark.types import CacheT, Target
+from dspark.errors import DraftMismatchError
+from dspark.types import CacheT, Target, TargetOutput
 
 
 @dataclass(frozen=True)
@@ -20,34 +24,166 @@ class Generation:
     rounds: tuple[Round, ...]
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class PlainSpeaker(Generic[CacheT]):
+    """The target alone, one token of every text a pass; rows that have ended go on unseen.
+
+    Each row draws from its own uniforms, one a token, so its text does not depend on the other rows but for the
+    rounding of the target's batched arithmetic. Phases: prefill, verify (also of what was drawn), commit, other.
+    """
+
+    target: Target[CacheT]
+    is_drafting: ClassVar[bool] = False
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms], stopwatch: Stopwatch
+    ) -> Iterator[list[Spoken]]:
+        """As ``Speaker``."""
+        if not prompts:
+            return
+        stopwatch.lap("other")
+        cache, output = self.target.prefill(prompts)
+        ids_B = _first_ids(self.target, output, prompts, sampling, uniforms)
+        stopwatch.lap("prefill")
+        lengths, one_B = dict.fromkeys(range(len(prompts)), 1), torch.ones(len(prompts), dtype=torch.int64)
+        while True:
+            ids = ids_B.tolist()
+            yield [Spoken(row, [ids[row]], None) for row in lengths]
+            stopwatch.lap("other")
+            lengths = {
+                row: length + 1
+                for row, length in lengths.items()
+                if ids[row] not in sampling.stop_token_ids and length < sampling.max_new_tokens
+            }
+            if not lengths:
+                return
+            hidden_BD = self.target.verify(ids_B[:, None], cache).last_hidden_ND
+            ids_B = sample(self.target.logits(hidden_BD), sampling, [uniform() for uniform in uniforms])
+            stopwatch.lap("verify")
+            self.target.commit(cache, one_B)
+            stopwatch.lap("commit")
+
+
+@dataclass(frozen=True)
+class DraftSpeaker(Generic[CacheT]):
+    """Speculative decoding: a round of every open text a step, drafted one after the other, verified in one pass.
+
+    Each text has a drafter and uniforms of its own, so it and its rounds do not depend on the other rows but for the
+    rounding of the target's batched arithmetic, unless a ``budget`` is given: then at most so many drafted tokens are
+    verified in a pass, those most likely to be accepted (``share``), and a text's rounds, not its law, depend on who
+    competes. Phases: prefill, draft, verify (the choice of what is kept included), commit, other.
+    Raises: ValueError for a budget below 0.
+    """
+
+    target: Target[CacheT]
+    draft: Draft
+    budget: int | None = None
+    is_drafting: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 0:
+            raise ValueError(f"budget must be at least 0, got {self.budget}")
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms], stopwatch: Stopwatch
+    ) -> Iterator[list[Spoken]]:
+        """As ``Speaker``; ``speculate`` says in which order a row's uniforms are taken.
+        Raises: DraftMismatchError for a drafter that reads other layers than the target taps, or that does not say how
+        sure it is when there is a budget; as the drafters are made.
+        """
+        if not prompts:
+            return
+        stopwatch.lap("other")
+        drafters = [self._drafter() for _ in prompts]
+        cache, output = self.target.prefill(prompts)
+        first_ids = _first_ids(self.target, output, prompts, sampling, uniforms).tolist()
+        stopwatch.lap("prefill")
+        taps = torch.split(output.taps_NLD, [len(prompt_ids_T) for prompt_ids_T in prompts])
+        starts = zip(drafters, prompts, taps, first_ids, strict=True)
+        texts = [_Text(drafter, prompt.tolist(), taps_TLD, [new_id]) for drafter, prompt, taps_TLD, new_id in starts]
+        yield [Spoken(row, [new_id], None) for row, new_id in enumerate(first_ids)]
+        while True:
+            stopwatch.lap("other")
+            still = {row: text for row, text in enumerate(texts) if text.is_open(sampling)}
+            if not still:
+                return
+            blocks = self._cut({row: text.draft(sampling, uniforms[row]) for row, text in still.items()})
+            stopwatch.lap("draft")
+            verified = verify_blocks(self.target, cache, blocks, sampling, uniforms, stopwatch.lap)
+            yield [Spoken(row, *text.take(verified[row], sampling)) for row, text in still.items()]
+
+    def _drafter(self) -> Drafter:
+        drafter = ModelDrafter(self.draft) if isinstance(self.draft, DraftModel) else self.draft()
+        check_layers(drafter.target_layer_ids, self.target.target_layer_ids)
+        if self.budget is not None and not drafter.has_confidence:
+            raise DraftMismatchError(f"a budget of {self.budget} drafted tokens needs a draft with a confidence head")
+        return drafter
+
+    def _cut(self, blocks: dict[int, Block]) -> dict[int, Block]:
+        if self.budget is None:
+            return blocks
+        counts = share([block.confidences for block in blocks.values()], self.budget)
+        return {row: block.first(count) for (row, block), count in zip(blocks.items(), counts, strict=True)}
+
+
+@dataclass
+class _Text:
+    """A text in the making: its drafter, what that has yet to take in, and the new ids, the last one the anchor."""
+
+    drafter: Drafter
+    committed: list[int]
+    taps_TLD: torch.Tensor
+    ids: list[int]
+
+    def is_open(self, sampling: Sampling) -> bool:
+        return self.ids[-1] not in sampling.stop_token_ids and len(self.ids) <= sampling.max_new_tokens
+
+    def draft(self, sampling: Sampling, uniforms: Uniforms) -> Block:
+        self.drafter.extend(self.committed, self.taps_TLD)
+        return self.drafter.draw(self.ids[-1], sampling, uniforms)
+
+    def take(self, verified: Verified, sampling: Sampling) -> tuple[list[int], Round]:
+        """Returns: the new ids that belong to the text, and the round, cut where it ends."""
+        self.committed, self.taps_TLD = [self.ids[-1], *verified.ids[:-1]], verified.taps_TLD
+        room, counts = sampling.max_new_tokens - len(self.ids), verified.counts
+        self.ids += verified.ids
+        return verified.ids[:room], replace(counts, is_cut=counts.is_cut or len(verified.ids) > room)
+
+
+def _first_ids(
+    target: Target[CacheT],
+    output: TargetOutput,
+    prompts: Sequence[torch.Tensor],
+    sampling: Sampling,
+    uniforms: Sequence[Uniforms],
+) -> torch.Tensor:
+    """The token after each prompt."""
+    last_B = torch.tensor([len(prompt_ids_T) for prompt_ids_T in prompts]).cumsum(0) - 1
+    hidden_BD = output.last_hidden_ND[last_B.to(output.last_hidden_ND.device)]
+    return sample(target.logits(hidden_BD), sampling, [uniform() for uniform in uniforms])
+
+
+def gather(steps: Iterable[list[Spoken]], num_texts: int) -> list[Generation]:
+    """The whole texts of ``num_texts`` rows, once a speaker has said everything."""
+    ids: list[list[int]] = [[] for _ in range(num_texts)]
+    rounds: list[list[Round]] = [[] for _ in range(num_texts)]
+    for news in steps:
+        for row, new_ids, counts in news:
+            ids[row] += new_ids
+            rounds[row] += [] if counts is None else [counts]
+    return [Generation(torch.tensor(of_row), tuple(made)) for of_row, made in zip(ids, rounds, strict=True)]
+
+
 def generate(
     target: Target[CacheT], prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
 ) -> list[torch.Tensor]:
-    """Plain decoding: the target alone, all prompts in step, one token a pass; finished rows go on unseen.
-
-    Each row draws from its own ``uniforms`` (see ``row_uniforms``), one a token, so its text does not depend on the
-    other rows but for the rounding of the target's batched arithmetic.
+    """Plain decoding of all prompts in step (``PlainSpeaker``); for ``uniforms`` see ``row_uniforms``.
     Shapes: prompts int64 [T_b], T_b >= 1. Returns: new ids of each row, int64 on the CPU, the stop token included.
     """
-    if not prompts:
-        return []
-    cache, output = target.prefill(prompts)
-    last_B = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
-    hidden_BD = output.last_hidden_ND[last_B.to(output.last_hidden_ND.device)]
-    texts: list[list[int]] = [[] for _ in prompts]
-    is_open = [True] * len(prompts)
-    one_B = torch.ones(len(prompts), dtype=torch.int64)
-    while True:
-        ids_B = sample(target.logits(hidden_BD), sampling, [uniform() for uniform in uniforms])
-        for row, new_id in enumerate(ids_B.tolist()):
-            if is_open[row]:
-                texts[row].append(new_id)
-                is_open[row] = new_id not in sampling.stop_token_ids and len(texts[row]) < sampling.max_new_tokens
-        if not any(is_open):
-            return [torch.tensor(text) for text in texts]
-        hidden_BD = target.verify(ids_B[:, None], cache).last_hidden_ND
-        target.commit(cache, one_B)
+    steps = PlainSpeaker(target)(prompts, sampling, uniforms, Stopwatch())
+    return [text.ids_T for text in gather(steps, len(prompts))]
 
 
 def speculate(
@@ -59,33 +195,7 @@ def speculate(
     greedy), one a proposed token for its acceptance, one for the round's last token. A text of exactly max_new_tokens
     is followed by one more round, which is counted and adds nothing to the text: DeepSpec stops there.
     Shapes: prompt_ids_T int64, T >= 1; a DSpark draft is bound to the target's tables. Source: dspark.md 6.
-    Raises: DraftMismatchError for a drafter that reads other layers than the target taps; as the drafter is made.
+    Raises: DraftMismatchError as ``DraftSpeaker``.
     """
-    ids: list[int] = []
-    rounds: list[Round] = []
-    for new_ids, counts in speak(target, draft, prompt_ids_T, sampling, uniforms):
-        ids += new_ids
-        rounds += [] if counts is None else [counts]
-    return Generation(torch.tensor(ids), tuple(rounds))
-
-
-@torch.no_grad()
-def speak(
-    target: Target[CacheT], draft: Draft, prompt_ids_T: torch.Tensor, sampling: Sampling, uniforms: Uniforms
-) -> Iterator[tuple[list[int], Round | None]]:
-    """``speculate`` while it happens. Yields: the token after the prompt with None, then every round's tokens of the
-    text, some or none, with its counts.
-    """
-    drafter = ModelDrafter(draft) if isinstance(draft, DraftModel) else draft()
-    check_layers(drafter.target_layer_ids, target.target_layer_ids)
-    cache, output = target.prefill([prompt_ids_T])
-    ids: list[int] = sample(target.logits(output.last_hidden_ND[-1:]), sampling, [uniforms()]).tolist()
-    yield ids[:], None
-    committed, taps_TLD = prompt_ids_T.tolist(), output.taps_NLD
-    while ids[-1] not in sampling.stop_token_ids and len(ids) <= sampling.max_new_tokens:
-        drafter.extend(committed, taps_TLD)
-        block = drafter.draw(ids[-1], sampling, uniforms)
-        new_ids, taps_TLD, counts = verify_block(target, cache, block, sampling, uniforms)
-        committed, room = [ids[-1], *new_ids[:-1]], sampling.max_new_tokens - len(ids)
-        ids += new_ids
-        yield new_ids[:room], replace(counts, is_cut=counts.is_cut or len(new_ids) > room)
+    (text,) = gather(DraftSpeaker(target, draft)([prompt_ids_T], sampling, [uniforms], Stopwatch()), 1)
+    return text

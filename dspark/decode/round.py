@@ -1,8 +1,10 @@
 """One round of speculative decoding: draw a block from the draft, have the target verify it, commit what is kept."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from dspark.decode.acceptance import accept
 from dspark.decode.sampling import Sampling, Uniforms, draw, token_probs
@@ -31,7 +33,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Block:
-    """Drafted tokens on their way to the target, already shortened by the confidence threshold.
+    """Drafted tokens on their way to the target; ``first`` leaves some out, their confidences stay.
     Shapes: ids_K int64, K >= 0; probs_KV the very rows the ids were drawn from.
     """
 
@@ -40,13 +42,33 @@ class Block:
     probs_KV: torch.Tensor
     confidence_logits: tuple[float, ...]
 
+    @property
+    def confidences(self) -> list[float]:
+        """How likely each of the K tokens is accepted if those before it are, as the draft has it."""
+        logits_K = torch.tensor(self.confidence_logits[: len(self.ids_K)], dtype=torch.float64)
+        return logits_K.sigmoid().tolist()
 
-def num_confident(confidence_logits_K: torch.Tensor, threshold: float) -> int:
-    """How many drafted tokens are worth verifying: those before the first confidence below the threshold (0 is off).
+    def first(self, num_drafts: int) -> "Block":
+        """The block without the tokens behind its first num_drafts."""
+        return replace(self, ids_K=self.ids_K[:num_drafts], probs_KV=self.probs_KV[:num_drafts])
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a round made of one text's block: the new ids (the last is the next anchor, unless it is a stop token);
+    taps_TLD of the committed positions, which the draft's context takes next; the round's counts.
+    """
+
+    ids: list[int]
+    taps_TLD: torch.Tensor
+    counts: Round
+
+
+def num_confident(confidences: Sequence[float], threshold: float) -> int:
+    """How many drafted tokens are worth verifying: those before the first confidence below the threshold.
     Lossless: a slot's confidence is known before its token is drawn, so the choice does not depend on that token.
     """
-    is_confident_K = torch.sigmoid(confidence_logits_K) >= threshold
-    return int(is_confident_K.cumprod(0).sum())
+    return next((slot for slot, sure in enumerate(confidences) if not sure >= threshold), len(confidences))
 
 
 def draw_block(
@@ -55,9 +77,9 @@ def draw_block(
     anchor_id: int,
     sampling: Sampling,
     uniforms: Uniforms,
-    confidence_threshold: float = 0.0,
+    num_drafts: int | None = None,
 ) -> Block:
-    """Draw a block after the anchor; all its tokens are drawn (one uniform each unless greedy), then it is shortened.
+    """Draw the first num_drafts tokens (None: all) of the block after the anchor, with one uniform each unless greedy.
     The draft's context holds every position before the anchor.
     """
     rows: list[torch.Tensor] = []
@@ -66,26 +88,52 @@ def draw_block(
         rows.append(token_probs(logits_V, sampling))
         return int(logits_V.argmax()) if sampling.is_greedy else int(draw(rows[-1][None], [uniforms()]))
 
-    proposal = propose(draft, context, anchor_id, pick)
+    proposal = propose(draft, context, anchor_id, pick, num_drafts)
     logits_K = proposal.confidence_logits_K
-    num_kept = len(rows)
-    if confidence_threshold > 0:
-        assert logits_K is not None, "speculate refuses a threshold without a confidence head"
-        num_kept = num_confident(logits_K, confidence_threshold)
     confidence_logits = () if logits_K is None else tuple(logits_K.tolist())
-    return Block(anchor_id, proposal.ids_K[:num_kept], torch.stack(rows)[:num_kept], confidence_logits)
+    return Block(anchor_id, proposal.ids_K, torch.stack(rows), confidence_logits)
 
 
-def verify_block(
-    target: Target[CacheT], cache: CacheT, block: Block, sampling: Sampling, uniforms: Uniforms
-) -> tuple[list[int], torch.Tensor, Round]:
-    """Verify [anchor, block] in one pass of the target and commit the anchor and the accepted tokens.
-    Returns: the new ids (the last is the next anchor, unless it is a stop token); taps_TLD of the committed positions,
-    which the draft's context takes next; the round's counts.
+def verify_blocks(
+    target: Target[CacheT],
+    cache: CacheT,
+    blocks: Mapping[int, Block],
+    sampling: Sampling,
+    uniforms: Sequence[Uniforms],
+    lap: Callable[[str], None],
+) -> dict[int, Verified]:
+    """Verify [anchor, block] of every open text in one pass of the target, and commit anchors and accepted tokens.
+
+    ``blocks``: by the text's row in the cache. Rows without a block, and those behind a block's end, read padding: what
+    the target says there is looked at by nobody and none of it is committed. Row b takes uniforms[b] alone.
+    ``lap`` hears "verify" when the choices have been read, and "commit".
     """
-    ids_1T = torch.cat((block.ids_K.new_tensor([block.anchor_id]), block.ids_K))[None]
-    output = target.verify(ids_1T, cache)
+    windows = {
+        row: torch.cat((block.ids_K.new_tensor([block.anchor_id]), block.ids_K)) for row, block in blocks.items()
+    }
+    padding_T = next(iter(windows.values()))[:0]
+    ids_BT = pad_sequence([windows.get(row, padding_T) for row in range(len(uniforms))], batch_first=True)
+    output = target.verify(ids_BT, cache)
     target_probs_NV = token_probs(target.logits(output.last_hidden_ND), sampling)
+    counts_B, verified = [0] * len(uniforms), dict[int, Verified]()
+    for row, block in blocks.items():
+        start = row * ids_BT.shape[1]
+        rows_NV = target_probs_NV[start : start + len(windows[row])]
+        new_ids, counts = choose(block, rows_NV, sampling, uniforms[row])
+        counts_B[row] = counts.accepted_drafts + 1
+        verified[row] = Verified(new_ids, output.taps_NLD[start : start + counts_B[row]], counts)
+    lap("verify")
+    target.commit(cache, torch.tensor(counts_B))
+    lap("commit")
+    return verified
+
+
+def choose(
+    block: Block, target_probs_NV: torch.Tensor, sampling: Sampling, uniforms: Uniforms
+) -> tuple[list[int], Round]:
+    """Which tokens of a block are kept, and what follows them; nothing follows an accepted stop token.
+    Shapes: target_probs_NV, N = K + 1. Returns: the new ids and the round's counts.
+    """
     accepted_drafts, final_id = accept(block.ids_K, block.probs_KV, target_probs_NV, uniforms)
     num_proposed = len(block.ids_K)
     new_ids = [*block.ids_K[:accepted_drafts].tolist(), final_id]
@@ -93,6 +141,5 @@ def verify_block(
     if stop is not None:
         new_ids = new_ids[: stop + 1]
         accepted_drafts = num_proposed = stop + 1
-    target.commit(cache, ids_1T.new_tensor([accepted_drafts + 1]))
     counts = Round(num_proposed, accepted_drafts, len(new_ids), stop is not None, block.confidence_logits)
-    return new_ids, output.taps_NLD[: accepted_drafts + 1], counts
+    return new_ids, counts

@@ -50,18 +50,25 @@ def extend(draft: DraftModel, cache: ContextCache, taps_TLD: Tensor) -> None:
 
 
 @torch.no_grad()
-def propose(draft: DraftModel, cache: ContextCache, anchor_id: int, pick: Callable[[Tensor], int]) -> Proposal:
-    """Draft block_size tokens after the anchor, which stands at position ``cache.num_tokens``.
+def propose(
+    draft: DraftModel,
+    cache: ContextCache,
+    anchor_id: int,
+    pick: Callable[[Tensor], int],
+    num_drafts: int | None = None,
+) -> Proposal:
+    """Draft the first num_drafts tokens (None: all block_size) after the anchor, at position ``cache.num_tokens``.
 
-    The layers run once; then slot by slot ``pick`` receives the slot's logits [V] (float32 or better, the bias of the
-    token before included) and returns an id, which biases the next slot. The cache keeps its committed rows only.
+    The layers run once, over all slots whatever num_drafts, for a slot sees them all; then slot by slot ``pick``
+    receives the slot's logits [V] (float32 or better, the bias of the token before included) and returns an id, which
+    biases the next slot. The cache keeps its committed rows only.
     Source: DSpark (arXiv 2607.05147), inference; DeepSpec (specs/dspark.md 6, steps 1 and 2).
     """
     device, head = draft.fc.weight.device, draft.markov_head
     positions_K = torch.arange(cache.num_tokens, cache.num_tokens + draft.config.block_size, device=device)
     ids = [torch.tensor(anchor_id, device=device)]
     memories = [cache.memory(layer) for layer in range(len(draft.layers))]
-    hidden_KD = draft.blocks(ids[0].view(1), positions_K[None], memories)[0]
+    hidden_KD = draft.blocks(ids[0].view(1), positions_K[None], memories)[0, :num_drafts]
     state_R = hidden_KD.new_zeros(draft.config.markov_rank)
     embedded, logits = [], []
     for hidden_D, base_V in zip(hidden_KD, draft.base_logits(hidden_KD), strict=True):

@@ -21,6 +21,7 @@ from dspark.data.conversations import Conversation
 from dspark.decode.generation import generate
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
+from dspark.decode.speaking import Spoken
 from dspark.target.loading import load_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 
@@ -61,10 +62,10 @@ def test_the_talk_is_the_targets_own_and_remembers_what_was_said(place: Path) ->
     assert len(FIGURES.findall(result.stdout)) == 2  # the empty line said nothing
 
 
-def spoken(*rounds: tuple[list[int], int]) -> Iterator[tuple[list[int], Round | None]]:
-    yield [ord("a")], None
+def spoken(*rounds: tuple[list[int], int]) -> Iterator[list[Spoken]]:
+    yield [Spoken(0, [ord("a")], None)]
     for ids, accepted in rounds:
-        yield ids, Round(4, accepted, accepted + 1, False, ())
+        yield [Spoken(0, ids, Round(4, accepted, accepted + 1, False, ()))]
 
 
 class Letters:
@@ -90,15 +91,15 @@ def test_what_was_drafted_is_green_and_lines_and_characters_are_whole() -> None:
 def test_ctrl_c_ends_the_answer_and_not_the_talk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[list[dict[str, str]]] = []
 
-    def interrupted(*_: object) -> Iterator[tuple[list[int], None]]:
-        yield [65], None
+    def interrupted(*_: object) -> Iterator[list[Spoken]]:
+        yield [Spoken(0, [65], None)]
         raise KeyboardInterrupt
 
     def heard(form: ChatFormat, conversation: Conversation) -> torch.Tensor:
         turns.append(list(conversation.messages))
         return encode_prompt(form, conversation)
 
-    monkeypatch.setattr(door, "speak", interrupted)
+    monkeypatch.setattr(door, "DraftSpeaker", lambda *_: interrupted)
     monkeypatch.setattr(door, "encode_prompt", heard)
     result = CliRunner().invoke(app, words(place), input="one\ntwo\n", catch_exceptions=False)
     assert result.exit_code == 0

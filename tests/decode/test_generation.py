@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 from golden_draft import CASES, DTYPES, exact, golden_case
 from tiny import MASK_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
-from toy import SIZE, TableTarget, chi_square_p_value, move, toy_draft, toy_pair
+from toy import SIZE, TableTarget, chi_square_p_value, move, sure, toy_draft, toy_pair
 
 from dspark.decode import round as round_module
 from dspark.decode.acceptance import accept
-from dspark.decode.drafter import ModelDrafter
 from dspark.decode.generation import Generation, generate, speculate
-from dspark.decode.round import draw_block
+from dspark.decode.round import draw_block, num_confident
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend
@@ -37,11 +35,6 @@ def golden_loop(golden: dict[str, Any], dtype: torch.dtype) -> tuple[TableTarget
         target_layer_ids=draft.config.target_layer_ids,
     )
     return target, draft, torch.tensor(run["prompt"])
-
-
-def sure(draft: DraftModel, threshold: float) -> Callable[[], ModelDrafter]:
-    """A draft whose blocks end before the first confidence below the threshold."""
-    return partial(ModelDrafter, draft, threshold)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,10 +65,11 @@ def test_drafting_with_a_context_is_golden(dspark_golden: dict[str, Any], name: 
         for golden in inference["rounds"]:
             extend(draft, context, taps[start:end])
             assert context.num_tokens == golden["context_rows_in_cache"]
+            block = draw_block(draft, context, golden["anchor_token"], greedy, iter([]).__next__)
+            assert block.ids_K.tolist() == golden["draft_tokens"]
+            assert block.confidence_logits == pytest.approx(golden["confidence_logits"], abs=5e-5)
             for threshold, kept in golden["draft_tokens_kept_at_threshold"].items():
-                block = draw_block(draft, context, golden["anchor_token"], greedy, iter([]).__next__, float(threshold))
-                assert block.ids_K.tolist() == golden["draft_tokens"][:kept]
-                assert block.confidence_logits == pytest.approx(golden["confidence_logits"], abs=5e-5)
+                assert num_confident(block.confidences, float(threshold)) == kept
             if "context_rows_appended" in golden:
                 start, end = golden["context_rows_appended"][0], golden["context_rows_appended"][1] + 1
 
@@ -94,7 +88,9 @@ def test_greedy_text_is_plain_text_wherever_it_ends(dspark_golden: dict[str, Any
 def knowing_propose(text: torch.Tensor, prompt_tokens: int, errors: random.Random) -> Callable[..., Proposal]:
     """A ``propose`` that knows the text and errs from a random slot on."""
 
-    def propose(draft: DraftModel, context: ContextCache, anchor_id: int, pick: Callable[..., int]) -> Proposal:
+    def propose(
+        draft: DraftModel, context: ContextCache, anchor_id: int, pick: Callable[..., int], _: None
+    ) -> Proposal:
         block_size, start = draft.config.block_size, context.num_tokens - prompt_tokens
         assert start >= len(text) or text[start] == anchor_id
         ids_K = torch.cat((text[start + 1 :], torch.zeros(block_size, dtype=torch.int64)))[:block_size]

@@ -1,6 +1,6 @@
 """The bar for losslessness: on the shipped target with the shipped draft, 20,000 rounds follow the target's own law.
 
-``draw_block``, ``verify_block`` and ``accept`` are the real ones. Contexts are fixed, so what the two models say is
+``draw_block``, ``verify_blocks`` and ``accept`` are the real ones. Contexts are fixed, so what the two models say is
 computed once for each text that follows them, and the draft is asked for two slots, so that these texts stay few.
 """
 
@@ -18,7 +18,7 @@ from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode import round as round_module
 from dspark.decode.acceptance import accept
 from dspark.decode.generation import generate
-from dspark.decode.round import Block, draw_block, verify_block
+from dspark.decode.round import Block, draw_block, verify_blocks
 from dspark.decode.sampling import Sampling, Uniforms, draw, row_uniforms, token_probs
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend, propose
@@ -55,7 +55,7 @@ class Place:
         extend(self.draft, context, self.target.prefill([self.ids_T[:-1]])[1].taps_NLD)
         return context
 
-    def propose(self, draft: DraftModel, context: ContextCache, anchor_id: int, pick: Any) -> Proposal:
+    def propose(self, draft: DraftModel, context: ContextCache, anchor_id: int, pick: Any, _: None) -> Proposal:
         """The real proposal, asked once for every text."""
         ids: list[int] = []
         for slot in range(NUM_SLOTS):
@@ -126,8 +126,9 @@ class Rounds:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(round_module, "token_probs", self.token_probs)
             for text in self.drawn:
-                new_ids, _, _ = verify_block(reader, None, self.blocks[text], self.sampling, uniforms)
-                committed[tuple(new_ids)] += 1
+                block = {0: self.blocks[text]}
+                verified = verify_blocks(reader, None, block, self.sampling, [uniforms], lambda _: None)
+                committed[tuple(verified[0].ids)] += 1
         return committed
 
     def nodes(self, committed: Counter[Text]) -> Iterator[tuple[Text, torch.Tensor, torch.Tensor]]:

@@ -7,7 +7,7 @@ import torch
 from golden_draft import exact
 from toy import TableCache, TableTarget
 
-from dspark.decode.round import Block, num_confident, verify_block
+from dspark.decode.round import Block, num_confident, verify_blocks
 from dspark.decode.sampling import Sampling, token_probs
 
 
@@ -25,18 +25,23 @@ def test_a_round_counts_and_commits_what_is_golden(dspark_golden: dict[str, Any]
     target = TableTarget(torch.cat((target_logits[:1], target_logits)), step=lambda state, _: state + 1)
     cache = TableCache([0], [[]], [[]])
     uniforms = iter([*case["accept_uniforms"], case["final_uniform"]])
-    new_ids, taps, counts = verify_block(target, cache, Block(6, ids, draft_probs, ()), sampling, uniforms.__next__)
+    laps: list[str] = []
+    blocks, numbers = {0: Block(6, ids, draft_probs, ())}, [uniforms.__next__]
+    verified = verify_blocks(target, cache, blocks, sampling, numbers, laps.append)[0]
+    counts = verified.counts
     kept = case["draft_tokens"][: case["accepted_drafts"]]
-    assert new_ids == kept + [case["final_token"]] * (not case["terminated_by_stop_token"])
+    assert verified.ids == kept + [case["final_token"]] * (not case["terminated_by_stop_token"])
     assert counts.accepted_drafts == case["accepted_drafts"]
     assert counts.acceptance_length == case["acceptance_length"]
     assert counts.num_proposed == case["counted_proposal_tokens"]
     assert counts.is_cut == case["terminated_by_stop_token"]
     assert cache.ids[0] == [6, *kept], "the anchor and the accepted tokens are committed, the next anchor is not"
-    assert len(taps) == 1 + len(kept)
+    assert len(verified.taps_TLD) == 1 + len(kept)
     assert list(uniforms) == []
+    assert laps == ["verify", "commit"]
 
 
 def test_a_block_ends_before_the_first_confidence_below_the_threshold() -> None:
-    logits = torch.logit(torch.tensor([0.9, 0.5, 0.8, 0.2, 0.99], dtype=torch.float64))
-    assert [num_confident(logits, threshold) for threshold in (0.1, 0.4, 0.6, 0.95)] == [5, 3, 1, 0]
+    confidences = [0.9, 0.5, 0.8, 0.2, 0.99]
+    assert [num_confident(confidences, threshold) for threshold in (0.1, 0.4, 0.5, 0.6, 0.95)] == [5, 3, 3, 1, 0]
+    assert num_confident([0.9, float("nan"), 0.9], 0.5) == 1
