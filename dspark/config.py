@@ -188,6 +188,8 @@ class EvalSection(Section):
     """Draw from the k likeliest tokens only; 0 is off."""
     top_p: Share = 1.0
     """Draw from the fewest tokens whose mass reaches this; 1 is off."""
+    batch_size: PositiveInt = 1
+    """Texts decoded in step."""
 
 
 class RunConfig(Section):

@@ -55,6 +55,13 @@ def flush(path: Path) -> None:
     os.close(handle)
 
 
+def check_writable(folder: Path, option: str) -> None:
+    """Make the folder, before the hours of work. Raises: ConfigError when nothing can be written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option}: nothing can be written in {folder}; choose another folder")
+
+
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
     """Make the folder and be its only writer until the block ends. Raises: ConfigError when another one writes."""

@@ -6,12 +6,14 @@ from dspark.decode.round import Round
 from dspark.eval.comparison import Contender
 from dspark.eval.measure import DecodedText, Measurement, summarise
 
+CLOCK = {"prefill": 0.1, "draft": 0.1, "verify": 0.2, "other": 0.1}
+
 
 def measured(temperature: float, *lengths: int) -> Measurement:
     """Two texts of the same rounds, the second one looping."""
     rounds = tuple(Round(4, length - 1, length, index == 0, ()) for index, length in enumerate(lengths))
     ids_T = torch.arange(sum(lengths) + 1 if lengths else 7)
-    texts = [DecodedText(ids_T, rounds, 0.5, False), DecodedText(ids_T, rounds[:1], 0.5, True)]
+    texts = [DecodedText(ids_T, rounds, 0.5, False, 0.1, CLOCK), DecodedText(ids_T, rounds[:1], 0.5, True, 0.1, CLOCK)]
     return summarise("heldout", temperature, texts)
 
 

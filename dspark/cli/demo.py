@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from dspark.cli.terminal import watched
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import ChatFormat, encode_prompt
-from dspark.draft.model import DraftModel
+from dspark.decode.generation import DraftSpeaker, PlainSpeaker
+from dspark.decode.speaking import Speaker
 from dspark.errors import DsparkError
 from dspark.eval.comparison import compare, summary
 from dspark.eval.page import Page, pieces, render
@@ -76,11 +77,10 @@ def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.", re
     folder = locate_target(run.target.path)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(run, folder, tokenizer)
-    drafts = open_drafts(run, folder, train_folder / "draft")
-    dtype = getattr(torch, run.target.dtype)
+    target = load_target(folder, dtype=getattr(torch, run.target.dtype))
     contenders = compare(
-        lambda layers: load_target(folder, target_layer_ids=layers, dtype=dtype),
-        drafts,
+        open_speakers(run, folder, train_folder / "draft"),
+        target,
         prompts,
         run.eval,
         (stop_token_ids(folder), run.seed),
@@ -102,7 +102,7 @@ def demo(config: Annotated[Path, typer.Option(help="The run to demonstrate.", re
         learner=LEARNER,
         training=tuple(map(json.loads, (train_folder / METRICS).read_text(encoding="utf-8").splitlines())),
         prompt=str(tokenizer.decode(prompts[0])),
-        excerpt=pieces(contenders[2].texts[0], lambda ids: str(tokenizer.decode(list(ids)))),
+        excerpt=pieces(contenders[2].texts[0][0], lambda ids: str(tokenizer.decode(list(ids)))),
         provenance=facts | describe_launch(sys.argv),
     )
     path = train_folder.parent / "report.html"
@@ -130,7 +130,7 @@ def encode_prompts(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerF
     return [encode_prompt(chat, c) for task in run.eval.tasks for c in load_task(task, run.eval.max_prompts)]
 
 
-def open_drafts(run: RunConfig, folder: Path, place: Path) -> dict[str, DraftModel | None]:
+def open_speakers(run: RunConfig, folder: Path, place: Path) -> dict[str, Speaker]:
     """What is compared: no draft, the run's before and after training, and the one shipped with the target, if any."""
     dtype = getattr(torch, run.target.dtype)
     embedding_VD, head_VD = (table_VD.to(dtype) for table_VD in load_tables(folder))
@@ -138,4 +138,8 @@ def open_drafts(run: RunConfig, folder: Path, place: Path) -> dict[str, DraftMod
     untrained.bind(embedding_VD, head_VD)
     places = {LEARNER: place} | ({"shipped draft": folder / "draft"} if (folder / "draft").is_dir() else {})
     drafts = {name: read_draft(where, (embedding_VD, head_VD), dtype=dtype) for name, where in places.items()}
-    return {"plain decoding": None, "untrained draft": untrained} | drafts
+    speakers: dict[str, Speaker] = {"plain decoding": PlainSpeaker(load_target(folder, dtype=dtype))}
+    for name, draft in {"untrained draft": untrained, **drafts}.items():
+        target = load_target(folder, target_layer_ids=draft.config.target_layer_ids, dtype=dtype)
+        speakers[name] = DraftSpeaker(target, draft)
+    return speakers

@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from dspark.cli.bench import bench, verify
+from dspark.cli.bench.headline import headline
 from dspark.cli.bench.train import train
 from dspark.cli.chat import chat
 from dspark.cli.demo import demo
@@ -40,7 +41,8 @@ dspark record --config configs/nano.yaml --as-given
 dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks heldout
 dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks my.jsonl --temperatures 0,0.6 --out runs/mine
 dspark eval --target ling-3.0-nano --draft other --tasks my.jsonl --temperatures 0,0.6 --against runs/mine
-dspark eval --target ling-3.0-nano --draft data/nano/draft --baselines plain,ngram,untrained --max-prompts 8
+dspark eval --target ling-3.0-nano --draft data/nano/draft --baselines plain,ngram,untrained,drafts:4 --max-prompts 8
+dspark eval --target ling-3.0-flash --draft DRAFT --tasks gsm8k --temperatures 0 --baselines plain,mtp:3,mtp:5 --tp 4
 dspark eval --config configs/nano.yaml --max-prompts 8 --temperatures 0.8 --top-k 40 --top-p 0.95
 """,
     chat: """
@@ -57,6 +59,10 @@ BENCH: dict[Callable[..., None], str] = {
     verify: """
 dspark bench verify --target ling-3.0-flash --emulate-tp 4 --tokens 1,9 --json bench.json
 dspark bench verify --target ling-3.0-flash --weights FOLDER --tp 2 --routing trace.safetensors
+""",
+    headline: """
+dspark bench headline --target ling-3.0-flash --emulate-tp 4 --json headline.json
+dspark bench headline --target ling-3.0-flash --weights FOLDER --draft FOLDER --tp 4 --mtp 3,5
 """,
     train: """
 dspark bench train --config configs/ling-3.0-flash.yaml --json bench.json

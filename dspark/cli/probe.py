@@ -11,6 +11,7 @@ import torch
 from dspark.cli.identity import folder_fields
 from dspark.config import PROBE_TOKENS, RunConfig
 from dspark.data.chat import ChatFormat, encode_prompt
+from dspark.decode.generation import PlainSpeaker
 from dspark.decode.sampling import Sampling
 from dspark.errors import CheckpointError, ConfigError, PromptError
 from dspark.eval.measure import decode_prompts
@@ -41,7 +42,7 @@ def load_probe(run: RunConfig, device: torch.device) -> Probe:
     target = load_target(folder, target_layer_ids=run.draft.target_layer_ids, dtype=dtype, device=device)
     sampling = Sampling(TEMPERATURE, min(PROBE_TOKENS, run.eval.max_new_tokens), stop_ids)
     # The first token is the target's own in every probe: a draft has no say in it.
-    texts = decode_prompts(target, None, prompts, replace(sampling, max_new_tokens=1), run.seed)
+    texts = decode_prompts(PlainSpeaker(target), prompts, replace(sampling, max_new_tokens=1), run.seed)
     if all(int(text.ids_T[0]) in stop_ids for text in texts):
         number = f"train.probe_prompts: all {len(texts)} texts of {task}"
         raise PromptError(f"{number} stop at their first token; use prompts that the target answers")

@@ -1,6 +1,6 @@
 """What the commands share with the terminal: the ``--device`` option, checked before anything is loaded, and bars."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dspark.eval.measure import DecodedText, Each
+from dspark.eval.measure import Decode, DecodedText, Each
 
 DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,11 +31,11 @@ def check_device(name: str) -> str:
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", callback=check_device)]
 
 
-def _progress() -> Progress:
+def _progress(is_shown: bool = True) -> Progress:
     console = Console(stderr=True)
     name = TextColumn("{task.description}", markup=False)
     columns = (name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
 
 
 @contextmanager
@@ -47,10 +47,10 @@ def count_progress(name: str, total: int) -> Iterator[Callable[..., None]]:
 
 
 @contextmanager
-def text_progress(name: str, total: int) -> Iterator[Callable[[DecodedText], None]]:
+def text_progress(name: str, total: int, is_shown: bool = True) -> Iterator[Callable[[DecodedText], None]]:
     """The same for texts, which the function given takes: the acceptance length so far stands behind the name."""
     num_tokens = num_rounds = 0
-    with _progress() as progress:
+    with _progress(is_shown) as progress:
         task = progress.add_task(name, total=total)
 
         def advance(text: DecodedText) -> None:
@@ -68,9 +68,10 @@ def watched(contender: str, temperature: float, total: int) -> Iterator[Each]:
     """``text_progress`` as ``compare`` asks for it."""
     with text_progress(f"{contender}, T = {temperature:g}", total) as advance:
 
-        def each(_: int, decode: Callable[[], DecodedText]) -> DecodedText:
-            text = decode()
-            advance(text)
-            return text
+        def each(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
+            texts = decode(numbers)
+            for text in texts:
+                advance(text)
+            return texts
 
         yield each

@@ -43,6 +43,11 @@ class Stopwatch:
 class Speaker(Protocol):
     """Writes a text behind each of some prompts, all in step."""
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether it works in rounds; if not, it is plain decoding."""
+        ...
+
     def __call__(
         self, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms], stopwatch: Stopwatch
     ) -> Iterator[list[Spoken]]:

@@ -52,13 +52,6 @@ def round_starts(rounds: Sequence[Round]) -> tuple[int, ...]:
     return tuple(accumulate(lengths[:-1], initial=0)) if lengths else ()
 
 
-def spread_anchors(num_tokens: int, block_size: int, num_anchors: int) -> tuple[int, ...]:
-    """At most num_anchors tokens of a text that a whole block follows, evenly spread: for texts without rounds."""
-    last = num_tokens - 1 - block_size
-    count = min(num_anchors, last + 1)
-    return tuple(number * last // max(count - 1, 1) for number in range(count))
-
-
 @torch.no_grad()
 def estimate(
     target: Target[CacheT],

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from dspark.config import EvalSection
-from dspark.decode.drafter import Draft
 from dspark.decode.sampling import Sampling
+from dspark.decode.speaking import Speaker
+from dspark.decode.teacher_forced import estimate, round_starts
 from dspark.draft.model import DraftModel
+from dspark.errors import PromptError
 from dspark.eval.measure import DecodedText, Each, Measurement, compare_greedy, decode_prompts, summarise
+from dspark.eval.statistics import decoding_gap, teacher_forced_statistics
+from dspark.eval.timing import speedup
 from dspark.types import Target
 
 Watch = Callable[[str, float, int], AbstractContextManager[Each]]
@@ -20,45 +24,78 @@ Watch = Callable[[str, float, int], AbstractContextManager[Each]]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to decode: its name, what was measured at each temperature, and its texts at the first temperature."""
+    """One way to decode: its name, and what was measured and written at each temperature."""
 
     name: str
     measurements: tuple[Measurement, ...]
-    texts: tuple[DecodedText, ...]
+    texts: tuple[tuple[DecodedText, ...], ...]
 
 
 def compare(
-    open_target: Callable[[tuple[int, ...]], Target[Any]],
-    drafts: Mapping[str, Draft | None],
+    speakers: Mapping[str, Speaker],
+    target: Target[Any],
     prompts: Sequence[torch.Tensor],
     plan: EvalSection,
     random: tuple[tuple[int, ...], int],
     watch: Watch,
 ) -> tuple[Contender, ...]:
-    """Decode the prompts with each draft (None is plain decoding) at each temperature of the plan.
-    ``open_target`` gives the target with the layers tapped that a draft reads; ``random`` is (stop_token_ids, seed).
-    Greedy texts are compared with plain decoding's, if that comes before them.
+    """Decode the prompts in each way at each temperature of the plan; ``random`` is (stop_token_ids, seed).
+    ``target`` judges greedy texts: against those of a plain way before them, if there is one, else on their own.
+    Raises: PromptError when every text of a way that drafts stopped at its first token.
     """
-    stop_token_ids, seed = random
     contenders: list[Contender] = []
     plain: list[tuple[DecodedText, ...]] = []
-    for name, draft in drafts.items():
-        target = open_target(draft.config.target_layer_ids if isinstance(draft, DraftModel) else ())
+    for name, speaker in speakers.items():
         answers: list[tuple[DecodedText, ...]] = []
         measurements = []
         for temperature in plan.temperatures:
-            sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
+            sampling = draws(plan, temperature, random[0])
             with watch(name, temperature, len(prompts)) as each:
-                texts = decode_prompts(target, draft, prompts, sampling, seed, each)
+                texts = decode_prompts(speaker, prompts, sampling, random[1], each, plan.batch_size)
             measurement = summarise(", ".join(plan.tasks), temperature, texts)
-            if plain and sampling.is_greedy:
-                equality = compare_greedy(target, prompts, texts, plain[len(answers)])
+            if speaker.is_drafting and not measurement.acceptance:
+                raise PromptError(
+                    f"all {len(prompts)} texts stopped at their first token; use prompts that the target answers"
+                )
+            before = plain[len(answers)] if plain else None
+            if sampling.is_greedy:
+                equality = compare_greedy(target, prompts, texts, sampling, before)
                 measurement = replace(measurement, equality=equality)
+            if before and measurement.acceptance:
+                gain = speedup(before, texts, measurement.acceptance.num_tokens)
+                measurement = replace(measurement, speedup=gain)
             answers.append(texts)
             measurements.append(measurement)
-        plain = answers if draft is None else plain
-        contenders.append(Contender(name, tuple(measurements), answers[0]))
+        plain = plain if speaker.is_drafting else answers
+        contenders.append(Contender(name, tuple(measurements), tuple(answers)))
     return tuple(contenders)
+
+
+def draws(plan: EvalSection, temperature: float, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How the plan's texts are drawn at one of its temperatures."""
+    return Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
+
+
+def expect(
+    contender: Contender,
+    pair: tuple[Target[Any], DraftModel],
+    prompts: Sequence[torch.Tensor],
+    draws: Sequence[Sampling],
+) -> Contender:
+    """The contender with what teacher forcing expects of its draft on the very texts that it decoded, block by block
+    where its rounds began; ``draws`` are those of its measurements. Nothing is added where no block lies in a text.
+    """
+    measurements = []
+    for measurement, texts, sampling in zip(contender.measurements, contender.texts, draws, strict=True):
+        found = [
+            estimate(*pair, prompt_ids_T, text.ids_T, sampling, round_starts(text.rounds))
+            for prompt_ids_T, text in zip(prompts, texts, strict=True)
+        ]
+        if any(text.anchors for text in found):
+            gap = decoding_gap(found, [text.rounds for text in texts])
+            measurement = replace(measurement, teacher_forced=teacher_forced_statistics(found), decoding_gap=gap)
+        measurements.append(measurement)
+    return replace(contender, measurements=tuple(measurements))
 
 
 def summary(contenders: Sequence[Contender]) -> str:

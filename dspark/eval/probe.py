@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
+from dspark.decode.generation import DraftSpeaker
 from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
-from dspark.eval.measure import measure
+from dspark.errors import PromptError
+from dspark.eval.measure import decode_prompts
+from dspark.eval.statistics import acceptance_statistics
 from dspark.types import Target
 
 
@@ -24,8 +27,9 @@ class Probe:
 
     def __call__(self, draft: DraftModel) -> float:
         """Decode with the draft as it is; training goes on as if nothing had happened. Returns: the mean acceptance
-        length with the bonus token, over the rounds of all prompts. Raises: PromptError as ``decode_prompts``.
+        length with the bonus token, over the rounds of all prompts. Raises: PromptError when there is no round.
         """
-        measurement = measure(self.target, draft, ("probe", self.prompts), self.sampling, self.seed)
-        assert measurement.acceptance is not None, "measure refuses texts without a round"
-        return measurement.acceptance.mean_acceptance_length
+        texts = decode_prompts(DraftSpeaker(self.target, draft), self.prompts, self.sampling, self.seed)
+        if not any(text.rounds for text in texts):
+            raise PromptError("probe: all texts stopped at their first token; use prompts that the target answers")
+        return acceptance_statistics([text.rounds for text in texts]).mean_acceptance_length

@@ -22,7 +22,9 @@ from dspark.eval.measure import DecodedText
 from dspark.files import claim, partial_of, put_in_place, write_whole
 
 JOURNAL_FILE = "texts.jsonl"
-FORMAT = "dspark-texts-1"
+FORMAT = "dspark-texts-2"
+CLOCKS = ("seconds", "is_looping", "first_token_seconds", "phase_seconds")
+"""What a line says of a text beside its ids and rounds."""
 COLUMNS = {
     "task": pyarrow.string(),
     "temperature": pyarrow.float64(),
@@ -102,6 +104,8 @@ class _Line(Section, strict=True):
     rounds: tuple[Round, ...]
     seconds: float
     is_looping: bool
+    first_token_seconds: float
+    phase_seconds: dict[str, float]
 
 
 class Journal:
@@ -120,7 +124,7 @@ class Journal:
         """Add a text; when this returns it is on the disk, and no kill takes it away."""
         assert key not in self._texts, f"{key} is done"
         line = asdict(key) | {"ids": text.ids_T.tolist(), "rounds": [asdict(counts) for counts in text.rounds]}
-        line |= {"seconds": text.seconds, "is_looping": text.is_looping}
+        line |= {name: getattr(text, name) for name in CLOCKS}
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -140,13 +144,16 @@ def open_journal(folder: Path, settings: Mapping[str, object]) -> Iterator[Journ
     with claim(folder):
         if not path.exists():
             write_whole(path, json.dumps({"format": FORMAT, "settings": dict(settings)}) + "\n")
-        texts = _read_texts(path, settings)
+        texts = read_texts(folder, settings)
         with path.open("ab") as file:
             yield Journal(file, texts)
 
 
-def _read_texts(path: Path, settings: Mapping[str, object]) -> dict[TextKey, DecodedText]:
-    """The texts of a journal, whose torn last line is cut off once the rest is known to be this evaluation's."""
+def read_texts(folder: Path, settings: Mapping[str, object]) -> dict[TextKey, DecodedText]:
+    """The texts of a folder's journal, whose torn last line is cut off once the rest is known to be this evaluation's.
+    Raises: RecordError as ``open_journal``.
+    """
+    path = folder / JOURNAL_FILE
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     header, *lines = whole.split(b"\n")
@@ -166,7 +173,7 @@ def _read_texts(path: Path, settings: Mapping[str, object]) -> dict[TextKey, Dec
         if key in texts:
             raise RecordError(f"{path}:{number}: {key} stands there twice; delete the lines from here on")
         ids_T = torch.tensor(row.ids, dtype=torch.int64)
-        texts[key] = DecodedText(ids_T, row.rounds, row.seconds, row.is_looping)
+        texts[key] = DecodedText(ids_T, row.rounds, **{name: getattr(row, name) for name in CLOCKS})
     if len(whole) < len(content):
         os.truncate(path, len(whole))
     return texts

@@ -40,12 +40,21 @@ class EvalReport:
         found = self.settings.get("prompts", {}).get(task, {})
         return f"{task} (synthetic)" if found.get("is_synthetic") else task
 
+    def machine(self) -> str:
+        """What decoded, in words."""
+        settings, hardware = self.settings, self.provenance.get("hardware", {})
+        gpus = hardware.get("gpus", []) if isinstance(hardware, dict) else []
+        place = f"{settings.get('tp', 1)} x {gpus[0]}" if gpus and settings.get("device") != "cpu" else "CPU"
+        return f"{settings.get('engine', 'reference')} on {place}, {settings.get('batch_size', 1)} at a time"
+
     def mean_acceptance_lengths(self) -> dict[str, float]:
-        """Macro mean over real tasks at each temperature; none for plain decoding. Source: DeepSpec (dspark.md 7.1)."""
+        """Macro mean over real tasks at each temperature, without the texts that loop, for they flatter a draft.
+        Source: DeepSpec (dspark.md 7.1), which leaves no loops out.
+        """
         lengths: dict[str, list[float]] = {}
         for m in self.measurements:
-            if m.acceptance and self.label(m.task) == m.task:
-                lengths.setdefault(f"{m.temperature:g}", []).append(m.acceptance.mean_acceptance_length)
+            if m.mean_acceptance_length_without_loops and self.label(m.task) == m.task:
+                lengths.setdefault(f"{m.temperature:g}", []).append(m.mean_acceptance_length_without_loops)
         return {temperature: sum(found) / len(found) for temperature, found in lengths.items()}
 
 
@@ -54,6 +63,13 @@ def write_json(report: EvalReport, path: Path) -> None:
     tree = asdict(report) | {"macro_mean_acceptance_length": report.mean_acceptance_lengths()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(tree, indent=2, allow_nan=False) + "\n")
+
+
+FORMULAS = (
+    "acceptance length = tokens committed / rounds\n"
+    "accepted drafts a round = (tokens committed - bonus tokens) / rounds\n"
+    "a bonus token is the target's own behind the accepted drafts; the token after the prompt counts nowhere"
+)
 
 
 def task_tables(report: EvalReport) -> list[Table]:
@@ -87,7 +103,7 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
         ("accepted drafts a round", [number(a.mean_accepted_drafts) for a in drafted]),
         ("rounds", [str(a.num_rounds) for a in drafted]),
         ("new tokens", [str(m.new_tokens) for m in measurements]),
-        ("tokens/s, one prompt at a time", [f"{m.tokens_per_second:.1f}" for m in measurements]),
+        ("tokens/s", [f"{m.tokens_per_second:.1f}" for m in measurements]),
         ("texts that end in a loop", [f"{m.looping_share:.0%}" for m in measurements]),
     ):
         table.add_row(name, *cells)
@@ -96,6 +112,16 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     if any(sure):
         table.add_row("confidence: ECE, AUROC, Brier", *map(_calibration, sure))
         table.add_section()
+    if any(gaps := [m.decoding_gap for m in measurements]):
+        table.add_row(
+            "teacher forcing, of whole blocks", *[number(gap.forced) if gap else "-" for gap in gaps]
+        )
+        table.add_row("  decoded less that, same rounds", *[_signed(gap.difference) if gap else "-" for gap in gaps])
+        table.add_row("    95 % interval", *[interval(gap.interval) if gap else "-" for gap in gaps])
+        table.add_section()
+    if any(m.equality for m in measurements):
+        table.add_row("greedy texts unlike plain's", *map(_mismatches, measurements))
+        table.add_section()
     for slot in range(max(len(a.survival) for a in drafted)):
         pairs = [f"{_at(a.survival, slot)}  {_at(a.conditional, slot)}" for a in drafted]
         table.add_row(f"slot {slot}: survival, conditional", *pairs)
@@ -103,7 +129,20 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     for accepted in range(max(len(a.histogram) for a in drafted)):
         shares = [_at([n / a.num_rounds for n in a.histogram], accepted) for a in drafted]
         table.add_row(f"rounds with {accepted} accepted drafts", *shares)
+    table.caption, table.caption_justify = FORMULAS, "left"
     return table
+
+
+def _mismatches(m: Measurement) -> str:
+    if m.equality is None:
+        return "-"
+    ties, faults = m.equality.mismatches - m.equality.faults, m.equality.faults
+    why = f" ({ties} by rounding, {faults} faulty)" if m.equality.mismatches else ""
+    return f"{m.equality.mismatches} of {m.num_prompts}{why}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}"
 
 
 def _calibration(found: Calibration | None) -> str:
@@ -160,15 +199,55 @@ def _comparison_table(contenders: Sequence[Contender], title: str) -> Table:
     return table
 
 
+def speed_tables(contenders: Sequence[Contender], title: str) -> list[Table]:
+    """A row a contender and temperature: first token, time per token and gain; then where the time went."""
+    speeds = _table(title, ("T", "first", "mean", "median", "p99", "tok/s", "x plain", "predicted"))
+    phases = _table(f"{title}: where the time went", ("T", *(group[0] for group in PHASES)))
+    for contender in contenders:
+        for m in contender.measurements:
+            pace, gain = m.timing.time_per_token, m.speedup
+            gained = [f"{gain.measured:.2f}", f"{gain.predicted:.2f}"] if gain else ["-", "-"]
+            paces = [_milliseconds(v) for v in (pace.mean, pace.median, pace.p99)] if pace else ["-"] * 3
+            first, speed = _milliseconds(m.timing.first_token.median), f"{m.tokens_per_second:.1f}"
+            speeds.add_row(contender.name, f"{m.temperature:g}", first, *paces, speed, *gained)
+            phases.add_row(contender.name, f"{m.temperature:g}", *_shares(m.timing.phase_seconds))
+    speeds.caption = (
+        "milliseconds: to the first token (median of texts), then per token (of texts)\n"
+        "predicted: acceptance length / (a round's time in draft and target / a plain step's);\n"
+        "tokens cut off at the end and time spent elsewhere make what was measured of it"
+    )
+    return [speeds, phases]
+
+
+PHASES = (("prefill",), ("draft",), ("verify", "cycle"), ("commit", "update"), ("other",))
+"""What one column counts: a draft's context update is with the commit, a round that is not divided with the verify."""
+
+
+def _table(title: str, names: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
+    table.add_column("decoding", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def _shares(phases: Mapping[str, float]) -> list[str]:
+    """Of the whole time."""
+    whole = sum(phases.values())
+    return [f"{sum(phases.get(name, 0.0) for name in group) / whole:.1%}" for group in PHASES]
+
+
 def greedy_equality(contenders: Sequence[Contender]) -> str:
     """How many greedy texts of each contender differ from plain decoding's, and why; empty if none were compared."""
     found = []
     for contender in contenders:
         for m in contender.measurements:
             if m.equality:
-                ties, faults = m.equality.mismatches - m.equality.faults, m.equality.faults
-                why = f" ({ties} by rounding, {faults} faulty)" if m.equality.mismatches else ""
-                found.append(f"{contender.name} {m.equality.mismatches} of {m.num_prompts}{why}")
+                found.append(f"{contender.name} {_mismatches(m)}")
     return ", ".join(found)
 
 

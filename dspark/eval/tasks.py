@@ -90,13 +90,14 @@ class TaskDefinition(TaskSource):
 @dataclass(frozen=True)
 class TaskPrompts:
     """What a task measures: int64 ids [T] of each prompt, and, to stand beside every number, where they come from and
-    whether they are synthetic.
+    whether they are synthetic. ``is_endless``: no stop token ends its texts, so that all have max_new_tokens.
     """
 
     name: str
     ids: tuple[torch.Tensor, ...]
     origin: str
     is_synthetic: bool = False
+    is_endless: bool = False
 
     @property
     def label(self) -> str:
@@ -131,7 +132,8 @@ def load_prompts(
 ) -> TaskPrompts:
     """The prompts of any task as ids: of ``load_task`` through the chat template, or synthetic ones of exact length.
 
-    ``random:8192`` draws that many ids a prompt, by ``seed``; prompt n is the same however many are asked for.
+    ``random:8192`` draws that many ids a prompt, by ``seed``; prompt n is the same however many are asked for, and no
+    stop token ends its text: the fixed-length workload of serving benchmarks.
     ``long:4096`` and ``long:131072:FILE`` are real text with a question at its end, through the chat template; no text
     is used twice. ``max_tokens``: positions that the draft has for a prompt.
     Returns: int64 ids [T]. Raises: as ``load_task``; ConfigError for a wrong length, or one beyond ``max_tokens``;
@@ -151,7 +153,7 @@ def load_prompts(
         raise ConfigError(f"task {name}: {length} tokens; the draft has positions for {max_tokens}; ask for less")
     if kind == "random":
         ids = _random_ids(chat, length, max_prompts or NUM_SYNTHETIC, seed)
-        return TaskPrompts(name, ids, f"synthetic: {length} random ids a prompt, seed {seed}", is_synthetic=True)
+        return TaskPrompts(name, ids, f"synthetic: {length} random ids a prompt, seed {seed}", True, is_endless=True)
     path = file or str(REPOSITORY / _definition("heldout", TASKS).source)
     ids = _long_ids(chat, name, length, max_prompts or NUM_SYNTHETIC, path)
     origin = f"synthetic: text of {file or 'the held-out prompts'} cut to {length} tokens"

@@ -52,7 +52,7 @@ def report(folder: Path) -> dict[str, Any]:
 def without_times(tree: Any) -> Any:
     """A report but for clocks and places."""
     if isinstance(tree, dict):
-        left_out = {"seconds", "tokens_per_second", "provenance"}
+        left_out = {"seconds", "tokens_per_second", "timing", "speedup", "provenance"}
         return {key: without_times(value) for key, value in tree.items() if key not in left_out}
     return [without_times(value) for value in tree] if isinstance(tree, list) else tree
 

@@ -13,7 +13,7 @@ from toy import SIZE, TableTarget, toy_draft, toy_pair
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode.generation import Generation, generate, speculate
 from dspark.decode.sampling import Sampling, row_uniforms, token_probs
-from dspark.decode.teacher_forced import TeacherForced, estimate, round_starts, spread_anchors
+from dspark.decode.teacher_forced import TeacherForced, estimate, round_starts
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend, propose
 from dspark.errors import DraftMismatchError
@@ -186,7 +186,7 @@ def test_a_draft_with_the_law_of_the_target_fills_every_block() -> None:
 
 def test_blocks_do_not_depend_on_those_that_share_their_pass(tiny_pair: Pair) -> None:
     prompt_ids_T, text_ids_T = torch.arange(4), torch.arange(20, 50)
-    anchors = spread_anchors(30, 4, 9)
+    anchors = tuple(range(0, 26, 3))
     together = estimate(*tiny_pair, prompt_ids_T, text_ids_T, SAMPLINGS[1], anchors)
     alone = [estimate(*tiny_pair, prompt_ids_T, text_ids_T, SAMPLINGS[1], (anchor,)) for anchor in anchors]
     assert together.lengths == pytest.approx([found.lengths[0] for found in alone], abs=1e-12)
@@ -210,9 +210,5 @@ def test_texts_too_short_for_a_block_have_none_and_anchors_outside_are_refused()
         estimate(target, draft, prompt_ids_T, torch.tensor([1, 2, 0, 1]), sampling, (0,))
 
 
-def test_anchors_are_spread_over_the_tokens_that_a_block_follows() -> None:
-    assert spread_anchors(12, 3, 3) == (0, 4, 8)
-    assert spread_anchors(12, 3, 100) == tuple(range(9))
-    assert spread_anchors(12, 3, 1) == spread_anchors(4, 3, 5) == (0,)
-    assert spread_anchors(3, 3, 5) == spread_anchors(0, 3, 5) == ()
+def test_a_text_without_rounds_has_no_starts() -> None:
     assert round_starts(()) == ()

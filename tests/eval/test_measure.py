@@ -1,6 +1,6 @@
 """What is measured is what was decoded: counts, time, loops, and texts that do not depend on their neighbours."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,13 +14,23 @@ from dspark.config import DraftConfig, EvalSection
 from dspark.decode import round as round_module
 from dspark.decode.acceptance import accept
 from dspark.decode.drafter import LookupDrafter
-from dspark.decode.generation import speculate
+from dspark.decode.generation import DraftSpeaker, PlainSpeaker, speculate
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
+from dspark.decode.speaking import Speaker
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
 from dspark.eval.comparison import Contender, compare
-from dspark.eval.measure import DecodedText, Difference, compare_greedy, decode_prompts, is_looping, measure, summarise
+from dspark.eval.measure import (
+    Decode,
+    DecodedText,
+    Difference,
+    compare_greedy,
+    decode_all,
+    decode_prompts,
+    is_looping,
+    summarise,
+)
 
 PROMPTS = [torch.tensor([3, 1, 4]), torch.tensor([1, 5]), torch.tensor([9])]
 
@@ -48,11 +58,12 @@ def test_a_measurement_pools_the_rounds_of_speculate(pair: tuple[TableTarget, Dr
     sampling = Sampling(1.0, 20)
     seen: list[int] = []
 
-    def each(index: int, decode: Callable[[], DecodedText]) -> DecodedText:
-        seen.append(index)
-        return decode()
+    def each(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
+        seen.extend(numbers)
+        return decode(numbers)
 
-    measurement = measure(*pair, ("toy", PROMPTS), sampling, 7, each)
+    texts = decode_prompts(DraftSpeaker(*pair), PROMPTS, sampling, 7, each)
+    measurement = summarise("toy", 1.0, texts)
     alone = [speculate(*pair, prompt, sampling, row_uniforms(7, index)) for index, prompt in enumerate(PROMPTS)]
     rounds = [counts for generation in alone for counts in generation.rounds]
     assert seen == [0, 1, 2]
@@ -66,14 +77,14 @@ def test_a_measurement_pools_the_rounds_of_speculate(pair: tuple[TableTarget, Dr
 
 def test_a_prompt_says_the_same_whatever_else_is_measured(pair: tuple[TableTarget, DraftModel]) -> None:
     sampling = Sampling(1.0, 20)
-    few, all_three = (decode_prompts(*pair, PROMPTS[:count], sampling, 7) for count in (2, 3))
+    few, all_three = (decode_prompts(DraftSpeaker(*pair), PROMPTS[:count], sampling, 7) for count in (2, 3))
     assert [text.ids_T.tolist() for text in few] == [text.ids_T.tolist() for text in all_three[:2]]
-    assert few[0].ids_T.tolist() != decode_prompts(*pair, PROMPTS[:1], sampling, 8)[0].ids_T.tolist()
+    assert few[0].ids_T.tolist() != decode_prompts(DraftSpeaker(*pair), PROMPTS[:1], sampling, 8)[0].ids_T.tolist()
 
 
 def test_greedy_texts_with_and_without_a_draft_are_the_same(pair: tuple[TableTarget, DraftModel]) -> None:
-    plain = decode_prompts(pair[0], None, PROMPTS, Sampling(0.0, 20), 7)
-    drafted = decode_prompts(*pair, PROMPTS, Sampling(0.0, 20), 7)
+    plain = decode_prompts(PlainSpeaker(pair[0]), PROMPTS, Sampling(0.0, 20), 7)
+    drafted = decode_prompts(DraftSpeaker(*pair), PROMPTS, Sampling(0.0, 20), 7)
     assert [text.ids_T.tolist() for text in plain] == [text.ids_T.tolist() for text in drafted]
     assert all(not text.rounds for text in plain)
     assert all(text.rounds for text in drafted)
@@ -81,14 +92,14 @@ def test_greedy_texts_with_and_without_a_draft_are_the_same(pair: tuple[TableTar
 
 
 def test_a_task_whose_texts_stop_at_once_is_refused(pair: tuple[TableTarget, DraftModel]) -> None:
-    first = {int(text.ids_T[0]) for text in decode_prompts(pair[0], None, PROMPTS, Sampling(0.0, 1), 7)}
+    first = {int(text.ids_T[0]) for text in decode_prompts(PlainSpeaker(pair[0]), PROMPTS, Sampling(0.0, 1), 7)}
     with pytest.raises(PromptError, match="all 3 texts stopped at their first token"):
-        measure(*pair, ("toy", PROMPTS), Sampling(0.0, 9, tuple(first)), 7)
+        compared(pair, 0.0, stop_token_ids=tuple(first))
 
 
 def text(ids: list[int], *lengths: int, is_looping: bool = False) -> DecodedText:
     rounds = tuple(Round(5, length - 1, length, False, ()) for length in lengths)
-    return DecodedText(torch.tensor(ids), rounds, 2.0, is_looping)
+    return DecodedText(torch.tensor(ids), rounds, 2.0, is_looping, 0.5, {"prefill": 0.5, "verify": 1.5})
 
 
 def test_texts_that_loop_are_counted_and_their_flattery_is_shown() -> None:
@@ -127,40 +138,44 @@ def test_a_text_that_left_its_loop_to_stop_does_not_loop() -> None:
     logits_SV[:59, 2] = 0.0
     logits_SV[59, 1] = 0.0
     target = TableTarget(logits_SV, step=lambda state, new_id: min(state + 1, 59))
-    stopped, cut = (decode_prompts(target, None, PROMPTS[:1], Sampling(0.0, n, (1,)), 0)[0] for n in (60, 52))
+    stopped, cut = (decode_prompts(PlainSpeaker(target), PROMPTS[:1], Sampling(0.0, n, (1,)), 0)[0] for n in (60, 52))
     assert stopped.ids_T.tolist() == [2] * 56 + [1]
     assert not stopped.is_looping
     assert cut.is_looping
 
 
-def compared(pair: tuple[TableTarget, DraftModel], *temperatures: float) -> tuple[Contender, ...]:
+def compared(
+    pair: tuple[TableTarget, DraftModel], *temperatures: float, stop_token_ids: tuple[int, ...] = (), plain: bool = True
+) -> tuple[Contender, ...]:
     """Plain decoding, lookup and the draft on the toy prompts."""
-    drafts = {"plain": None, "ngram": partial(LookupDrafter, 4, pair[0].vocab_size), "draft": pair[1]}
+    target, draft = pair
+    ways: dict[str, Speaker] = {"plain": PlainSpeaker(target)} if plain else {}
+    ways["ngram"] = DraftSpeaker(target, partial(LookupDrafter, 4, target.vocab_size))
+    ways["draft"] = DraftSpeaker(target, draft)
     plan = EvalSection(tasks=("toy",), max_new_tokens=20, temperatures=temperatures)
-    watch = nullcontext(lambda _, decode: decode())
-    return compare(lambda _: pair[0], drafts, PROMPTS, plan, ((), 7), lambda *_: watch)
+    return compare(ways, target, PROMPTS, plan, (stop_token_ids, 7), lambda *_: nullcontext(decode_all))
 
 
 def test_greedy_texts_are_compared_with_plain_decoding_at_every_greedy_temperature(
     pair: tuple[TableTarget, DraftModel],
 ) -> None:
     plain, *others = compared(pair, 1.0, 0.0, 1e-6)
-    assert [contender.name for contender in others] == ["ngram", "draft"]
-    assert all(m.equality is None for m in plain.measurements)
+    assert [contender.name for contender in (plain, *others)] == ["plain", "ngram", "draft"]
     for contender in others:
         sampled, *greedy = contender.measurements
         assert sampled.equality is None
         assert [(m.equality and m.equality.mismatches, m.acceptance is None) for m in greedy] == [(0, False)] * 2
 
 
+@pytest.mark.parametrize("plain", [True, False])
 def test_a_wrong_acceptance_is_a_fault_and_no_rounding(
-    pair: tuple[TableTarget, DraftModel], monkeypatch: pytest.MonkeyPatch
+    plain: bool, pair: tuple[TableTarget, DraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def always(ids_K: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, uniforms: Any) -> tuple[int, int]:
         return len(ids_K), accept(ids_K[:0], draft[:0], target[-1:], uniforms)[1]
 
     monkeypatch.setattr(round_module, "accept", always)
-    equality = compared(pair, 0.0)[2].measurements[0].equality
+    equality = compared(pair, 0.0, plain=plain)[-1].measurements[0].equality
     assert equality is not None
     assert equality.mismatches == equality.faults == len(equality.differences) == 3
     assert all(difference.gap > equality.tie_gap for difference in equality.differences)
@@ -182,17 +197,42 @@ def test_rounding_is_told_apart_from_faults(
     ids: list[int], expected: tuple[int, bool], dtype: torch.dtype, near: float
 ) -> None:
     logits_SV = torch.tensor([[0, 4, 0, 0], [0, 0, 4, 4 - near], [0, 4, 0, 0], [4, 0, 0, 0]])
-    target, plain = TableTarget(logits_SV.to(dtype)), text([0, 1, 2])
-    equality = compare_greedy(target, [torch.tensor([0])], [text(ids)], [plain])
+    target, plain, sampling = TableTarget(logits_SV.to(dtype)), text([0, 1, 2]), Sampling(0.0, 3)
+    equality = compare_greedy(target, [torch.tensor([0])], [text(ids)], sampling, [plain])
     position, is_tie = expected
     (difference,) = equality.differences
     assert (equality.mismatches, equality.faults) == (1, not is_tie)
     gap = near if position == 2 else 4.0
     assert difference == Difference(0, position, pytest.approx(gap, abs=1e-6), is_tie)
-    assert compare_greedy(target, [torch.tensor([0])], [plain], [plain]).mismatches == 0
+    assert compare_greedy(target, [torch.tensor([0])], [plain], sampling, [plain]).mismatches == 0
 
 
 def test_a_gap_at_or_above_the_bound_is_a_fault() -> None:
     logits_SV = torch.tensor([[0.0, 4.0, 4.0 - 2e-3], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    found = compare_greedy(TableTarget(logits_SV), [torch.tensor([0])], [text([0, 2])], [text([0, 1])])
-    assert (found.mismatches, found.faults) == (1, 1)
+    prompts, sampling = [torch.tensor([0])], Sampling(0.0, 2)
+    for plain in ([text([0, 1])], None):
+        found = compare_greedy(TableTarget(logits_SV), prompts, [text([0, 2])], sampling, plain)
+        assert (found.mismatches, found.faults) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "stop", "expected"),
+    [
+        ([1, 2, 0, 1, 2, 0], 9, None),
+        ([1, 2, 0], 0, None),  # ends at its stop token
+        ([1, 2], 9, (1, False)),  # ends too soon
+        ([1, 2, 0, 1, 2, 0], 2, (1, False)),  # goes on behind a stop token
+        ([1, 3, 0, 1, 2, 0], 9, (1, True)),  # 2 and 3 are all but equally likely after 1
+        ([1, 3, 0, 0, 1, 2], 9, (3, False)),  # the fault counts, not the tie before it
+        ([2, 0, 1, 2, 0, 1], 9, (0, False)),
+    ],
+    ids=str,
+)
+def test_a_text_without_a_plain_one_beside_it_is_judged_by_every_token_and_its_end(
+    ids: list[int], stop: int, expected: tuple[int, bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.eval.measure.ROWS", 4)
+    logits_SV = torch.tensor([[0, 4, 0, 0], [0, 0, 4, 4 - 5e-4], [4, 0, 0, 0], [4, 0, 0, 0]])
+    sampling = Sampling(0.0, 6, (stop,))
+    equality = compare_greedy(TableTarget(logits_SV), [torch.tensor([3, 0])], [text(ids)], sampling)
+    assert [(d.position, d.is_tie) for d in equality.differences] == ([] if expected is None else [expected])

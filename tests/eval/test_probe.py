@@ -6,9 +6,11 @@ import torch
 from golden_draft import exact, golden_case
 from toy import TableTarget
 
+from dspark.decode.generation import DraftSpeaker
 from dspark.decode.sampling import Sampling
-from dspark.eval.measure import measure
+from dspark.eval.measure import decode_prompts
 from dspark.eval.probe import Probe
+from dspark.eval.statistics import acceptance_statistics
 
 PROMPTS = (torch.tensor([3, 1, 4]), torch.tensor([1, 5]))
 
@@ -21,8 +23,8 @@ def test_a_probe_is_a_measurement_that_a_draft_in_training_does_not_notice(dspar
         exact(run["logit_table"], torch.float32), taps=taps, target_layer_ids=draft.config.target_layer_ids
     )
     sampling = Sampling(1.0, 20)
-    expected = measure(target, draft, ("toy", PROMPTS), sampling, 7).acceptance
-    assert expected is not None
+    texts = decode_prompts(DraftSpeaker(target, draft), PROMPTS, sampling, 7)
+    expected = acceptance_statistics([text.rounds for text in texts])
     draft.fc.weight.grad = torch.ones_like(draft.fc.weight)
     weights = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     state = torch.get_rng_state()

@@ -29,7 +29,9 @@ def make_text(index: int, num_rounds: int = 3) -> DecodedText:
         Round(4, slot % 5, slot % 5 + 1, slot == num_rounds - 1, tuple(row)) for slot, row in enumerate(logits)
     )
     ids_T = torch.randint(0, 157184, (9,), generator=generator)
-    return DecodedText(ids_T, rounds, 0.1 + index / 3, index % 2 == 1)
+    return DecodedText(
+        ids_T, rounds, 0.1 + index / 3, index % 2 == 1, 0.01 * index, {"prefill": index / 3, "other": 0.1}
+    )
 
 
 def key(index: int, contender: str = "draft", temperature: float = 0.7) -> TextKey:

@@ -92,10 +92,10 @@ def verify(
     windows = _windows(tokens)
     if draft and max(windows) == 1:
         raise ConfigError("--draft: a window of one token has no draft in it; give --tokens of 2 or more")
-    if draft == "dspark" and max(windows) > (most := load_run(_run_file(target)).draft.block_size + 1):
+    if draft == "dspark" and max(windows) > (most := load_run(run_file(target)).draft.block_size + 1):
         raise ConfigError(f"--tokens: a draft of {target} and the token before it are {most} at most, got {tokens!r}")
-    folder = locate_target(weights) if weights != "random" else _config_folder(target)
-    if weights != "random" and load_target_config(folder) != load_target_config(_config_folder(target)):
+    folder = locate_target(weights) if weights != "random" else config_folder(target)
+    if weights != "random" and load_target_config(folder) != load_target_config(config_folder(target)):
         raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
     if routing != "uniform":
         read_trace(Path(routing), load_target_config(folder), max(windows))
@@ -174,7 +174,7 @@ def _drafters(
         else:
             mtp = load_mtp(job.folder, shard, job.precision, DEVICE)
         return (lambda verifier, num_drafts: MtpDrafter(verifier, mtp, num_drafts)), ()
-    draft = random_draft(load_run(_run_file(job.target)).draft, DTYPE, DEVICE, SEED)
+    draft = random_draft(load_run(run_file(job.target)).draft, DTYPE, DEVICE, SEED)
     own = draft_weights(draft, shard, DTYPE, DEVICE)
     return (lambda verifier, num_drafts: BlockDrafter(verifier, own, num_drafts)), draft.config.target_layer_ids
 
@@ -193,7 +193,7 @@ def _windows(tokens: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _run_file(target: str) -> Path:
+def run_file(target: str) -> Path:
     """The run that says which shape a draft of the target has."""
     path = CONFIGS / f"{target}.yaml"
     if not path.is_file():
@@ -201,6 +201,7 @@ def _run_file(target: str) -> Path:
     return path
 
 
-def _config_folder(target: str) -> Path:
+def config_folder(target: str) -> Path:
+    """Where the target's config.json lies: shipped shapes need no weights."""
     shipped = CONFIGS / "targets" / target
     return shipped if (shipped / "config.json").is_file() else locate_target(target)

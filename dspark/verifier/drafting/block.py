@@ -42,6 +42,7 @@ class BlockDrafter:
             ours, theirs = f"{weights.norm_D.dtype} of {weights.shard}", f"{dtype} of {verifier.weights.shard}"
             raise DraftMismatchError(f"draft: {ours}, verifier: {theirs}; take part and dtype from the verifier")
         self.verifier, self.weights, self.num_drafts = verifier, weights, num_drafts
+        self.has_confidence = weights.confidence is not None
         self._wide = torch.promote_types(dtype, torch.float32)
         num_rows = verifier.buffers.capacity_tokens + MAX_TOKENS
         num_heads = weights.shard.part(config.num_key_value_heads)

@@ -21,8 +21,15 @@ from dspark.verifier.window import Window
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy, as in ``dspark.decode``."""
 
-Slot = tuple[Tensor, torch.cuda.Event | None]
-"""Memory of the host that a result is copied to without waiting, and what says that it is there."""
+
+class Slot(NamedTuple):
+    """Memory of the host that a cycle's result_N and confidence_K (empty without a head) are copied to without
+    waiting, and what says that they are there.
+    """
+
+    result_N: Tensor
+    confidence_K: Tensor
+    event: torch.cuda.Event | None
 
 
 class CycleOutput(NamedTuple):
@@ -59,9 +66,11 @@ class Cycle(Resident[CycleOutput]):
         device, wide = verifier.weights.device, torch.promote_types(verifier.weights.dtype, torch.float32)
         if temperature >= GREEDY_TEMPERATURE:
             self._sampler = Sampler(torch.full((1,), 1 / temperature, dtype=wide, device=device), generator)
-        self._slots = deque(_slot(2 + drafter.num_drafts, device) for _ in range(2))
+        self._slots = deque(_slot(drafter, wide, device) for _ in range(2))
         self._pending: deque[tuple[Slot, int]] = deque()
         self._num_committed = 0
+        self.confidence_logits: tuple[float, ...] = ()
+        """Those of the round that was received last, a drafted token each; () for a draft without the head."""
         super().__init__(verifier, drafter.num_drafts + 1, generator)
 
     @torch.no_grad()
@@ -135,7 +144,7 @@ class Cycle(Resident[CycleOutput]):
             window = Window(taps_NLD[start:end], hidden_ND[start:end], None)
             self.drafter.update(window, start_1, end_1 - start_1, call)
         self._num_committed = num_prompt
-        self._send(self._result(count_1), 0)
+        self._send(CycleOutput(self._result(count_1), Drafts(None, None)), 0)
 
     def enqueue(self) -> None:
         """Start a cycle, after ``begin`` and with at most one result not received.
@@ -144,27 +153,30 @@ class Cycle(Resident[CycleOutput]):
         self.verifier.check_held(self._cache)
         if len(self._pending) == len(self._slots):
             raise ValueError("two results wait: receive one before a third cycle")
-        self._send(self().result_N, self.num_tokens)
+        self._send(self(), self.num_tokens)
 
     def receive(self) -> list[int]:
         """Wait for the oldest result that was not read: its new ids. Raises: ValueError when there is none."""
         if not self._pending:
             raise ValueError("no result waits: enqueue a cycle before")
-        (tensor, event), reserved_tokens = self._pending.popleft()
-        if event is not None:
-            event.synchronize()
-        count, next_id, *drafted = tensor.tolist()
+        slot, reserved_tokens = self._pending.popleft()
+        if slot.event is not None:
+            slot.event.synchronize()
+        count, next_id, *drafted = slot.result_N.tolist()
+        self.confidence_logits = tuple(slot.confidence_K.tolist())
         self._num_committed += min(count, reserved_tokens)
         self.verifier.most_tokens = self._num_committed + sum(reserved for _, reserved in self._pending)
         return [*drafted[: count - 1], next_id]
 
-    def _send(self, result_N: Tensor, reserved_tokens: int) -> None:
+    def _send(self, output: CycleOutput, reserved_tokens: int) -> None:
         self._slots.rotate()
-        tensor, event = self._slots[0]
-        tensor.copy_(result_N, non_blocking=True)
-        if event is not None:
-            event.record()
-        self._pending.append((self._slots[0], reserved_tokens))
+        slot, confidence_K = self._slots[0], output.drafts.confidence_K
+        slot.result_N.copy_(output.result_N, non_blocking=True)
+        if confidence_K is not None:
+            slot.confidence_K.copy_(confidence_K, non_blocking=True)
+        if slot.event is not None:
+            slot.event.record()
+        self._pending.append((slot, reserved_tokens))
 
     def _result(self, count_1: Tensor) -> Tensor:
         return torch.cat((count_1, self.verifier.ids_T[: self.num_tokens]))
@@ -175,7 +187,9 @@ class Cycle(Resident[CycleOutput]):
         return call("Accept", accept, ids_T, draft_KV, logits_TV, sampler.inverse_temperature_1, uniforms_T)
 
 
-def _slot(num_numbers: int, device: torch.device) -> Slot:
+def _slot(drafter: Drafter, wide: torch.dtype, device: torch.device) -> Slot:
     is_gpu = device.type == "cuda"
     event = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
-    return torch.empty(num_numbers, dtype=torch.int64, pin_memory=is_gpu), event
+    result_N = torch.empty(2 + drafter.num_drafts, dtype=torch.int64, pin_memory=is_gpu)
+    num_confidences = drafter.num_drafts if drafter.has_confidence else 0
+    return Slot(result_N, torch.empty(num_confidences, dtype=wide, pin_memory=is_gpu), event)

@@ -36,6 +36,8 @@ class Drafter(Protocol):
 
     verifier: Verifier
     num_drafts: int
+    has_confidence: bool
+    """Whether every draft comes with a confidence."""
 
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
         """Put drafts into the verifier's ids_T[1 .. num_drafts], after the anchor ids_T[0]; greedy ones for None."""
@@ -47,6 +49,23 @@ class Drafter(Protocol):
         row t is ids_T[t + 1], and ids_T[0] for the last committed row.
         """
         ...
+
+
+class NoDrafter:
+    """A ``Drafter`` of nothing: its cycles are plain decoding, a token each."""
+
+    num_drafts, has_confidence = 0, False
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier = verifier
+        wide = torch.promote_types(verifier.weights.dtype, torch.float32)
+        self._logits_0V = torch.empty(0, verifier.vocab_size, dtype=wide, device=verifier.weights.device)
+
+    def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
+        return Drafts(self._logits_0V, None)
+
+    def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
+        """There is nothing to take in."""
 
 
 def gumbel_noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None, like: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ class MtpDrafter:
     Source: specs/ling-3.0.md section 7; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
     """
 
+    has_confidence = False
+
     def __init__(self, verifier: Verifier, weights: MtpWeights, num_drafts: int) -> None:
         if (weights.config, weights.shard) != (verifier.config, verifier.weights.shard):
             found = f"found {weights.shard} of the layer, {verifier.weights.shard} of the verifier"

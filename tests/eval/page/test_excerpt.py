@@ -9,7 +9,7 @@ from dspark.eval.page import Piece, pieces
 
 def text(num_tokens: int, *lengths: int) -> DecodedText:
     rounds = tuple(Round(5, length - 1, length, False, ()) for length in lengths)
-    return DecodedText(torch.arange(num_tokens), rounds, 2.0, False)
+    return DecodedText(torch.arange(num_tokens), rounds, 2.0, False, 0.5, {"prefill": 2.0})
 
 
 def test_an_excerpt_says_who_wrote_which_characters() -> None:

@@ -1,0 +1,205 @@
+"""dspark bench headline: plain decoding, NEXTN and DSpark at a fixed length, and the published figures."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from dspark.cli.bench import DEVICE, DTYPE, SEED, config_folder, run_file, save_report
+from dspark.config import load_run
+from dspark.decode.engine import CycleSpeaker
+from dspark.decode.sampling import Sampling
+from dspark.errors import ConfigError, DsparkError
+from dspark.eval.measure import decode_prompts, summarise
+from dspark.export import read_draft, read_draft_config
+from dspark.provenance import describe_launch
+from dspark.target.config import load_target_config
+from dspark.target.loading import locate_target
+from dspark.verifier import Shard, Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
+from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, NoDrafter, draft_weights, random_draft
+from dspark.verifier.plan import free_bytes
+from dspark.verifier.ranks import ALONE, Ranks, start
+
+RANDOM = "random"
+ANSWER_TOKENS = 5000
+SLACK_TOKENS = 48
+FIXED_LENGTHS = {"NEXTN": (3.25,), "DSpark": (3.25, 5.29)}
+"""Acceptance lengths of the published runs, at which random weights, whose own mean nothing, are read; and each whole
+window."""
+PUBLISHED = (
+    ("plain", "SGLang, 4 x B200", "3.33", "-", "288", "1", "LMSYS blog 2026-08-21"),
+    ("NEXTN, 5 drafts", "SGLang, 4 x B200", "1.53", "-", "606", "3.25", "LMSYS blog 2026-08-21"),
+    ("DSpark", "SGLang, 4 x B200", "0.78", "0.51", "1120", "9.95 (*)", "LMSYS blog 2026-08-21"),
+    ("NEXTN", "SGLang, 4 x B200", "2.34", "-", "-", "-", "SGLang PR 35861"),
+    ("DSpark", "SGLang, 4 x B200", "0.78", "-", "-", "6.22 (GSM8K)", "SGLang PR 35861"),
+    ("plain", "SGLang, 4 x H20 (128 -> 1024)", "3.35", "-", "290", "1", "runzhliu/aik8s 2026-09-03"),
+    ("NEXTN, 3 drafts", "SGLang, 4 x H20 (128 -> 1024)", "1.91", "-", "443", "-", "runzhliu/aik8s 2026-09-03"),
+)
+"""Published by others for Ling-3.0-flash in bf16 on four GPUs, one request at a time, greedy, 8192 tokens in and 1024
+out unless said otherwise. Source: specs/verifier-kernels.md 1a (A1, A2, A4, A7)."""
+PUBLISHED_NOTE = (
+    "(*) more than a block of 8 and its bonus token can commit: another block, or another definition, was used.\n"
+    "These are others' figures on other hardware; nothing here was measured by us."
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank measures; ``emulated`` is how many ranks the one at work is a part of."""
+
+    target: str
+    weights: str
+    draft: str
+    folder: Path
+    emulated: int
+    mtp: tuple[int, ...]
+    tokens: tuple[int, int]
+    num_prompts: int
+    json: Path | None
+
+
+def headline(
+    target: Annotated[str, typer.Option(help="A name (ling-3.0-flash, ...) or a Hugging Face folder.")],
+    weights: Annotated[str, typer.Option(help="random, or a folder of weights.")] = RANDOM,
+    draft: Annotated[str, typer.Option(help="random (as configs/TARGET.yaml has it), or an exported draft.")] = RANDOM,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks, one GPU each, that work together.")] = 1,
+    emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
+    mtp: Annotated[str, typer.Option(help="Drafts of NEXTN, separated by commas; empty leaves it out.")] = "5",
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=10**6, help="Random ids of a prompt.")] = 8192,
+    new_tokens: Annotated[int, typer.Option(min=2, max=10**6, help="Of every text; no stop token ends it.")] = 1024,
+    num_prompts: Annotated[int, typer.Option(min=1, max=1000)] = 4,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
+    ] = None,
+) -> None:
+    """Decode the field's fixed workload plainly, with NEXTN and with DSpark: one request at a time, greedy, bf16.
+
+    With random weights no acceptance length means anything: a round's time is measured, and the time per token is given
+    at the published acceptance lengths and at that of a whole window. Needs a CUDA GPU of compute capability 9.0 or
+    10.0.
+    """
+    if tp > 1 and emulate_tp > 1:
+        raise ConfigError("--tp measures ranks that work together, --emulate-tp one of them alone; give only one")
+    if (weights == RANDOM) != (draft == RANDOM):
+        raise ConfigError("--weights, --draft: give both as folders or both as random; one alone says nothing")
+    parts = [part for part in mtp.split(",") if part]
+    if not all(part.isdecimal() and len(part) < 3 and 1 <= int(part) <= 15 for part in parts):
+        raise ConfigError(f"--mtp: expected numbers in 1..15, separated by commas, got {mtp!r}")
+    folder = locate_target(weights) if weights != RANDOM else config_folder(target)
+    if draft == RANDOM:
+        run_file(target)
+    if not torch.cuda.is_available():
+        raise DsparkError("bench headline: needs a CUDA GPU, and torch finds none on this machine")
+    lengths = (prompt_tokens, new_tokens)
+    job = Job(target, weights, draft, folder, emulate_tp, tuple(map(int, parts)), lengths, num_prompts, json)
+    if tp > 1:
+        start(partial(run, job=job), tp, DEVICE)
+    else:
+        run(ALONE, job)
+
+
+def run(ranks: Ranks, job: Job) -> None:
+    """Measure on one rank; the first one prints and writes."""
+    console = Console(soft_wrap=True, highlight=False, markup=False, quiet=ranks.rank > 0)
+    config, device = load_target_config(job.folder), torch.device(DEVICE)
+    shard = Shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else Shard(0, job.emulated)
+    prompt_tokens, new_tokens = job.tokens
+    capacity_tokens = prompt_tokens + new_tokens + SLACK_TOKENS
+    plan = make_plan(config, shard, capacity_tokens, DTYPE, device, has_mtp=bool(job.mtp))
+    plan.check(free_bytes(device), torch.cuda.get_device_name(device))
+    label = f"{ranks.world_size} ranks" if ranks.world_size > 1 else "the whole model on one GPU"
+    if job.emulated > 1:
+        label = f"one rank of {job.emulated}, emulated: their exchange is left out"
+    label += f", {torch.cuda.get_device_name(device)}, {job.weights} weights"
+    report: dict[str, Any] = asdict(job) | {"folder": job.folder.name, "json": None, "label": label, "rows": []}
+    report |= {"provenance": describe_launch(sys.argv)}
+    is_random = job.weights == RANDOM
+    if is_random:
+        weights = random_weights(config, shard, DTYPE, SEED, DEVICE)
+    else:
+        weights = load_weights(job.folder, shard, DTYPE, DEVICE)
+    made = load_run(run_file(job.target)).draft if job.draft == RANDOM else read_draft_config(Path(job.draft))
+    verifier = Verifier(weights, capacity_tokens, made.target_layer_ids, ranks=ranks)
+    generator = torch.Generator().manual_seed(SEED)
+    prompts = torch.randint(config.vocab_size, (job.num_prompts, prompt_tokens), generator=generator)
+    for name, make in _ways(job, verifier):
+        speaker = CycleSpeaker(verifier, make())
+        texts = decode_prompts(speaker, list(prompts), Sampling(0.0, new_tokens), SEED)
+        measured = summarise(f"random:{prompt_tokens}", 0.0, texts)
+        num_rounds = sum(len(text.rounds) for text in texts) or sum(text.num_tokens - 1 for text in texts)
+        decoding = sum(value for phase, value in measured.timing.phase_seconds.items() if phase != "prefill")
+        row = {"decoding": name, "num_drafts": speaker.drafter.num_drafts, "round_seconds": decoding / num_rounds}
+        report["rows"].append(row | {"measurement": asdict(measured)})
+        console.print(f"{name}: a round takes {decoding / num_rounds * 1e3:.3f} ms")
+        if ranks.rank == 0:
+            save_report(report, job.json)
+    console.print(
+        _table(report["rows"], f"{job.target}, {label}; {prompt_tokens} -> {new_tokens}", is_random, new_tokens)
+    )
+    console.print(_published())
+
+
+def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Drafter]]]:
+    """What is compared, and what makes its drafter; a drafter's weights are there while it is measured."""
+    own, shard, config = verifier.weights, verifier.weights.shard, verifier.config
+    yield "plain", partial(NoDrafter, verifier)
+    if job.mtp:
+        is_random = job.weights == RANDOM
+        mtp = (
+            random_mtp(config, shard, DTYPE, SEED, DEVICE) if is_random else load_mtp(job.folder, shard, DTYPE, DEVICE)
+        )
+        for number in job.mtp:
+            yield f"NEXTN, {number} drafts", partial(MtpDrafter, verifier, mtp, number)
+    if job.draft == RANDOM:
+        draft = random_draft(load_run(run_file(job.target)).draft, DTYPE, DEVICE, SEED)
+    else:
+        draft = read_draft(Path(job.draft), (own.embedding_VD, verifier.head_VD), dtype=DTYPE, device=DEVICE)
+    block_size = draft.config.block_size
+    weights = draft_weights(draft, shard, DTYPE, DEVICE)
+    del draft
+    yield f"DSpark, {block_size} drafts", partial(BlockDrafter, verifier, weights, block_size)
+
+
+def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: int) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
+    table.add_column("decoding")
+    names = ("acceptance\nlength", "round\nms", "first token\nms", "mean\nTPOT ms", "median\nTPOT ms", "tokens\n/s")
+    for name in (*names, f"{ANSWER_TOKENS}-token\nanswer, s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        kind, timing, num_drafts = row["decoding"].split(",")[0], row["measurement"]["timing"], row["num_drafts"]
+        first, pace, round_seconds = timing["first_token"]["median"], timing["time_per_token"], row["round_seconds"]
+        found = row["measurement"]["acceptance"]
+        choices: list[tuple[str, float, float]] = []
+        if is_random and num_drafts:
+            for length in (*FIXED_LENGTHS[kind], float(num_drafts + 1)):
+                choices.append((f"at {length:g}", round_seconds / length, round_seconds / length))
+        else:
+            own = f"{found['mean_acceptance_length']:.2f}" if found else "1"
+            choices.append((own, pace["mean"], pace["median"]))
+        for said, mean, median in choices:
+            answer = first + (ANSWER_TOKENS - 1) * mean
+            speed = new_tokens / (first + (new_tokens - 1) * mean)
+            cells = (said, f"{round_seconds * 1e3:.3f}", f"{first * 1e3:.0f}", f"{mean * 1e3:.3f}")
+            table.add_row(row["decoding"], *cells, f"{median * 1e3:.3f}", f"{speed:.0f}", f"{answer:.1f}")
+    if is_random:
+        table.caption = "random weights: rows with a draft are a measured round, read at a stated acceptance length"
+    return table
+
+
+def _published() -> Table:
+    table = Table(title="published by others, not measured here", title_justify="left", box=SIMPLE)
+    table.caption, table.caption_justify = PUBLISHED_NOTE, "left"
+    for name in ("decoding", "on", "mean TPOT ms", "median", "tokens/s", "acceptance", "source"):
+        table.add_column(name)
+    for row in PUBLISHED:
+        table.add_row(*row)
+    return table

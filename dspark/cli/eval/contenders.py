@@ -1,0 +1,128 @@
+"""The ways to decode that an evaluation compares: how they are named, and what writes their texts."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dspark.cli.identity import Pair
+from dspark.decode.drafter import LookupDrafter, ModelDrafter
+from dspark.decode.engine import CycleSpeaker
+from dspark.decode.generation import DraftSpeaker, PlainSpeaker
+from dspark.decode.speaking import Speaker
+from dspark.draft.model import DraftModel
+from dspark.errors import ConfigError
+from dspark.eval.pairing import DRAFT
+from dspark.export import check_target, read_draft
+from dspark.train.setup import fresh_draft
+from dspark.types import Target
+from dspark.verifier import Verifier, load_mtp
+from dspark.verifier.drafting import BlockDrafter, Drafter, DraftWeights, MtpDrafter, NoDrafter, draft_weights
+
+PLAIN = "plain"
+FORMS = "plain, ngram, untrained, mtp:N, drafts:N, confidence:P, budget:N or a draft's folder"
+
+
+def contender_names(listed: str | None) -> tuple[str, ...]:
+    """What ``--baselines`` lists, each once, plain first, for greedy texts are compared with it.
+    Raises: ConfigError for a name of no form.
+    """
+    names = tuple(dict.fromkeys(listed.split(","))) if listed else ()
+    for name in names:
+        kind, _, value = name.partition(":")
+        is_named = kind in {PLAIN, "ngram", "untrained"} and not value
+        is_counted = kind in {"mtp", "drafts", "budget"} and value.isdecimal() and 1 <= len(value) <= 4 and int(value)
+        is_share = kind == "confidence" and 0 < _number(value) < 1
+        if not (is_named or is_counted or is_share or (Path(name) / "config.json").is_file()):
+            raise ConfigError(f"--baselines: {name!r} is not known; expected some of {FORMS}, separated by commas")
+    return tuple(sorted(names, key=lambda name: name != PLAIN))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Models:
+    """What all ways to decode are made of. ``target`` is the reference path's model, or the verifier."""
+
+    pair: Pair
+    target: Target[Any]
+    draft: DraftModel
+    untrained_seed: int
+    _weights: dict[int, DraftWeights] = field(default_factory=dict)
+
+    def speakers(self, names: Sequence[str]) -> dict[str, Speaker]:
+        """What writes each contender's texts, by name and in order, the draft itself last.
+        Raises: ConfigError and DraftMismatchError for what this target or draft does not have.
+        """
+        return {name: self._speaker(name) for name in names} | {DRAFT: self._drafted(self.target, self.draft)}
+
+    def _speaker(self, name: str) -> Speaker:
+        kind, _, value = name.partition(":")
+        target, config = self.target, self.draft.config
+        host = partial(DraftSpeaker, target)
+        makers: dict[str, Callable[[], Speaker]] = {
+            PLAIN: lambda: self._on(NoDrafter) if isinstance(target, Verifier) else PlainSpeaker(target),
+            "ngram": lambda: host(partial(LookupDrafter, config.block_size, config.vocab_size)),
+            "untrained": lambda: self._drafted(target, self._untrained()),
+            "mtp": lambda: self._mtp(int(value)),
+            "drafts": lambda: self._drafted(target, self.draft, int(value)),
+            "confidence": lambda: host(partial(ModelDrafter, self.draft, float(value))),
+            "budget": lambda: host(self.draft, int(value)),
+        }
+        return makers.get(kind, lambda: self._from_folder(Path(name)))()
+
+    def _on(self, make: Callable[[Verifier], Drafter], verifier: Verifier | None = None) -> Speaker:
+        """Cycles of the verifier with the drafter that is made for it."""
+        own = verifier or self.target
+        assert isinstance(own, Verifier)
+        return CycleSpeaker(own, make(own))
+
+    def _drafted(self, target: Target[Any], draft: DraftModel, num_drafts: int | None = None) -> Speaker:
+        if not isinstance(target, Verifier):
+            return DraftSpeaker(target, partial(ModelDrafter, draft, num_drafts=num_drafts))
+        if id(draft) not in self._weights:
+            place = target.weights
+            self._weights[id(draft)] = draft_weights(draft, place.shard, place.norm_D.dtype, place.device)
+        weights = self._weights[id(draft)]
+        return self._on(lambda own: BlockDrafter(own, weights, num_drafts or draft.config.block_size), target)
+
+    def _mtp(self, num_drafts: int) -> Speaker:
+        if not isinstance(self.target, Verifier):
+            raise ConfigError("--baselines: mtp is the verifier's; give --engine verifier, or leave it out")
+        place = self.target.weights
+        weights = load_mtp(self.pair.folder, place.shard, place.norm_D.dtype, place.device)
+        return self._on(lambda own: MtpDrafter(own, weights, num_drafts))
+
+    def _untrained(self) -> DraftModel:
+        like = self.draft.fc.weight
+        assert self.draft.embedding_VD is not None, "read_draft binds both tables"
+        assert self.draft.head_VD is not None
+        draft = fresh_draft(self.draft.config, self.untrained_seed).to(like.device, like.dtype)
+        draft.bind(self.draft.embedding_VD, self.draft.head_VD)
+        return draft.eval()
+
+    def _from_folder(self, folder: Path) -> Speaker:
+        facts, like = self.pair.facts, self.draft.fc.weight
+        sizes = {"vocab_size": facts.vocab_size, "hidden_size": facts.hidden_size, "num_layers": facts.num_layers}
+        config = check_target(folder, **sizes, fingerprint=self.pair.fingerprint)
+        tables = (self.target.embedding_VD, self.target.head_VD)
+        draft = read_draft(folder, tables, dtype=like.dtype, device=str(like.device))
+        return self._drafted(tapped(self.target, config.target_layer_ids), draft)
+
+
+def tapped(target: Target[Any], target_layer_ids: tuple[int, ...]) -> Target[Any]:
+    """A target of the same weights that gives the outputs of these layers."""
+    if target.target_layer_ids == target_layer_ids:
+        return target
+    if isinstance(target, Verifier):
+        return Verifier(target.weights, target.buffers.capacity_tokens, target_layer_ids, ranks=target.ranks)
+    other = copy.copy(target)
+    other.target_layer_ids = target_layer_ids
+    return other

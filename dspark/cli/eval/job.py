@@ -1,0 +1,227 @@
+"""What every rank of an evaluation does; the first one prints and writes."""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dspark.cli.eval.contenders import Models
+from dspark.cli.identity import Pair, find_pair
+from dspark.cli.terminal import text_progress
+from dspark.config import EvalSection, TargetSection
+from dspark.data.chat import ChatFormat
+from dspark.errors import ConfigError, DsparkError
+from dspark.eval.comparison import Contender, compare, draws, expect
+from dspark.eval.measure import Decode, DecodedText, Each, Measurement
+from dspark.eval.pairing import DRAFT, REPORT_FILE, ROUNDS_FILE, Opponent, find_opponent, pair_up
+from dspark.eval.records import Journal, TextKey, open_journal, read_texts, write_rounds
+from dspark.eval.report import (
+    EvalReport,
+    comparison_tables,
+    difference_lines,
+    pairing_table,
+    speed_tables,
+    task_tables,
+    write_json,
+)
+from dspark.eval.tasks import TaskPrompts, load_prompts
+from dspark.export import read_draft
+from dspark.provenance import describe_launch
+from dspark.target.config import LING_ARCHITECTURE
+from dspark.target.loading import load_target, locate_target, target_facts
+from dspark.types import Target
+from dspark.verifier import Verifier
+from dspark.verifier.ranks import Ranks
+
+REFERENCE, VERIFIER = "reference", "verifier"
+SLACK_TOKENS = 48
+"""Behind the longest text: two windows under way, and what a round commits beyond max_new_tokens."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """An evaluation as it was asked for. ``seeds``: of the texts, and of the untrained draft."""
+
+    target: TargetSection
+    draft: Path | None
+    plan: EvalSection
+    baselines: tuple[str, ...]
+    seeds: tuple[int, int]
+    is_thinking: bool
+    device: str
+    engine: str
+    tp: int
+    out: Path | None
+    against: Path | None
+
+
+def choose_engine(name: str | None, target: str, plan: EvalSection, place: tuple[str, int]) -> str:
+    """What decodes: as asked, else the verifier on a GPU for the family that it knows; ``place`` is (device, tp).
+    Raises: ConfigError for what the verifier cannot do.
+    """
+    device, tp = place
+    is_ling = target_facts(locate_target(target)).architecture == LING_ARCHITECTURE
+    default = VERIFIER if tp > 1 or (device.startswith("cuda") and is_ling) else REFERENCE
+    engine = name or default
+    if engine not in {REFERENCE, VERIFIER}:
+        raise ConfigError(f"--engine: expected {VERIFIER} or {REFERENCE}, got {engine!r}")
+    if engine == REFERENCE and tp > 1:
+        raise ConfigError(f"--tp {tp}: ranks are the verifier's; give --engine {VERIFIER}")
+    if engine == VERIFIER:
+        other = f"give --engine {REFERENCE}"
+        if not is_ling:
+            raise ConfigError(f"--engine {VERIFIER}: it knows {LING_ARCHITECTURE} only; {other}")
+        if plan.batch_size > 1:
+            raise ConfigError(f"--batch-size {plan.batch_size}: the verifier decodes one text at a time; {other}")
+        if plan.top_k or plan.top_p < 1:
+            raise ConfigError(f"--top-k, --top-p: the verifier draws from the whole distribution; {other}")
+        if tp > 1 and device not in {"cuda", "cpu"}:
+            raise ConfigError(f"--device {device}: the ranks take the GPUs of their numbers; give --device cuda")
+    return engine
+
+
+def run(ranks: Ranks, job: Job) -> None:
+    """Measure on one rank."""
+    console = Console(markup=False, emoji=False, quiet=ranks.rank > 0)
+    pair, plan, seed = find_pair(job.target.path, job.draft), job.plan, job.seeds[0]
+    chat = ChatFormat(pair.tokenizer, pair.facts.stop_token_ids, job.is_thinking)
+    positions = pair.draft.max_position_embeddings
+    prompts = {n: load_prompts(n, chat, plan.max_prompts, seed=seed, max_tokens=positions) for n in plan.tasks}
+    of_target, of_draft = pair.describe()
+    of_target["dtype"] = job.target.dtype
+    settings = _settings(job, prompts)
+    opponent = find_opponent(job.against, of_target, settings) if job.against else None
+    decided = {"target": of_target, "draft": of_draft["fingerprint"], "settings": settings}
+    with _journal(ranks, job, decided) as journal:
+        if journal and journal.texts:
+            console.print(f"{len(journal.texts)} texts lie in {job.out} already; going on behind them")
+        models = _load(ranks, job, pair, prompts)
+        speakers = models.speakers(job.baselines)
+        texts = Texts(_known(ranks, job, decided), journal, is_shown=ranks.rank == 0)
+        contenders = {}
+        for name, found in prompts.items():
+            stop_ids = () if found.is_endless else pair.facts.stop_token_ids
+            part = plan.model_copy(update={"tasks": (name,)})
+            group = compare(speakers, models.target, found.ids, part, (stop_ids, seed), partial(texts.watch, name))
+            sampling = [draws(plan, temperature, stop_ids) for temperature in plan.temperatures]
+            own = expect(group[-1], (models.target, models.draft), found.ids, sampling)
+            contenders[name] = (*group[:-1], own)
+        if ranks.rank == 0:
+            rounds = {key: text.rounds for key, text in texts.kept.items()}
+            pairings = pair_up(rounds, opponent) if opponent else ()
+            others = {group[0].name: _measured(group) for group in zip(*contenders.values(), strict=True)}
+            measured = others.pop(DRAFT)
+            report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), measured, others, pairings)
+            _show(console, report, contenders, opponent)
+            if job.out is not None:
+                write_rounds(texts.kept, job.out / ROUNDS_FILE)
+                write_json(report, job.out / REPORT_FILE)
+                console.print(f"written to {job.out}")
+            _refuse_faults(report)
+
+
+def _settings(job: Job, prompts: Mapping[str, TaskPrompts]) -> dict[str, Any]:
+    """What decides, beside target and draft, what the texts say."""
+    settings = job.plan.model_dump(mode="json") | {"seed": job.seeds[0], "is_thinking": job.is_thinking}
+    settings |= {"device": job.device, "engine": job.engine, "tp": job.tp, "baselines": list(job.baselines)}
+    settings |= {"untrained_seed": job.seeds[1]} if "untrained" in job.baselines else {}
+    return settings | {"prompts": {name: _describe_prompts(found) for name, found in prompts.items()}}
+
+
+def _describe_prompts(found: TaskPrompts) -> dict[str, Any]:
+    """Where a task's prompts come from, and which they are."""
+    digest = hashlib.sha256(repr([ids_T.tolist() for ids_T in found.ids]).encode()).hexdigest()
+    lengths = {"shortest": min(map(len, found.ids)), "longest": max(map(len, found.ids))}
+    named = {"count": len(found.ids), "sha256": digest, "origin": found.origin, "is_synthetic": found.is_synthetic}
+    return named | {"tokens": lengths}
+
+
+def _journal(ranks: Ranks, job: Job, decided: Mapping[str, Any]) -> AbstractContextManager[Journal | None]:
+    return open_journal(job.out, decided) if job.out and ranks.rank == 0 else nullcontext(None)
+
+
+def _known(ranks: Ranks, job: Job, decided: Mapping[str, Any]) -> Mapping[TextKey, DecodedText]:
+    """What a rank without the journal reads there: the first one has opened it, for they met to load the verifier, and
+    adds nothing before all of them decode.
+    """
+    return read_texts(job.out, decided) if job.out and ranks.rank > 0 else {}
+
+
+def _load(ranks: Ranks, job: Job, pair: Pair, prompts: Mapping[str, TaskPrompts]) -> Models:
+    dtype, layers = getattr(torch, job.target.dtype), pair.draft.target_layer_ids
+    target: Target[Any]
+    if job.engine == VERIFIER:
+        longest = max(len(ids_T) for found in prompts.values() for ids_T in found.ids)
+        capacity = longest + job.plan.max_new_tokens + SLACK_TOKENS
+        target = Verifier.load(pair.folder, capacity, layers, dtype, job.device, ranks)
+    else:
+        target = load_target(pair.folder, target_layer_ids=layers, dtype=dtype, device=job.device)
+    tables = (target.embedding_VD, target.head_VD)
+    draft = read_draft(pair.place, tables, dtype=dtype, device=job.device)
+    return Models(pair, target, draft, job.seeds[1])
+
+
+class Texts:
+    """The texts of an evaluation: those in the journal are taken from it, others are decoded and go into it."""
+
+    def __init__(self, known: Mapping[TextKey, DecodedText], journal: Journal | None, is_shown: bool) -> None:
+        self.kept: dict[TextKey, DecodedText] = {}
+        self._known, self._journal, self._is_shown = journal.texts if journal else known, journal, is_shown
+
+    @contextmanager
+    def watch(self, task: str, name: str, temperature: float, total: int) -> Iterator[Each]:
+        """As ``compare`` asks for it."""
+        with text_progress(f"{task}, {name}, T = {temperature:g}", total, self._is_shown) as advance:
+
+            def each(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
+                keys = {number: TextKey(task, temperature, name, number) for number in numbers}
+                lacking = [number for number in numbers if keys[number] not in self._known]
+                new = dict(zip(lacking, decode(lacking), strict=True)) if lacking else {}
+                found = [new[number] if number in new else self._known[keys[number]] for number in numbers]
+                for number, text in zip(numbers, found, strict=True):
+                    if self._journal and number in new:
+                        self._journal.append(keys[number], text)
+                    self.kept[keys[number]] = text
+                    advance(text)
+                return found
+
+            yield each
+
+
+def _measured(group: Sequence[Contender]) -> tuple[Measurement, ...]:
+    """The measurements of one contender's tasks, task after task."""
+    return tuple(m for contender in group for m in contender.measurements)
+
+
+def _refuse_faults(report: EvalReport) -> None:
+    """When all is written. Raises: DsparkError when a greedy text is not the target's own."""
+    measurements = (*report.measurements, *(m for group in report.baselines.values() for m in group))
+    faults = sum(m.equality.faults for m in measurements if m.equality)
+    if faults:
+        raise DsparkError(
+            f"{faults} greedy texts are not the target's own, which no rounding explains: see A FAULT above"
+        )
+
+
+def _show(
+    console: Console, report: EvalReport, contenders: Mapping[str, Sequence[Contender]], opponent: Opponent | None
+) -> None:
+    console.print(*task_tables(report))
+    for task, group in contenders.items():
+        title = f"{report.label(task)}: {report.draft['name']} on {report.target['name']}"
+        if len(group) > 1:
+            console.print(*comparison_tables(group, title))
+        console.print(*speed_tables(group, report.machine()))
+        for line in difference_lines(group):
+            console.print(line, highlight=False)
+    if report.pairings:
+        console.print(pairing_table(report.pairings))
+    if opponent and opponent.lacking:
+        console.print(f"not compared, for {opponent.folder} has it not: {', '.join(opponent.lacking)}")

@@ -1,0 +1,90 @@
+"""The verifier's cycles as a way to write texts: whole rounds on the device, read by the host one round late."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from dspark.decode.round import Round
+from dspark.decode.sampling import Sampling, Uniforms
+from dspark.decode.speaking import Spoken, Stopwatch
+from dspark.errors import ConfigError
+from dspark.verifier import Verifier
+from dspark.verifier.drafting import Cycle, Drafter, time_parts
+from dspark.verifier.timing import Clock
+
+SEEDS = 2**62
+
+
+class CycleSpeaker:
+    """A ``Speaker`` of one text at a time: speculative decoding by ``Cycle``, plain decoding with a ``NoDrafter``.
+
+    Greedy text is that of the reference path up to rounding. Sampled text has its distribution and not its words:
+    chance comes from the device's generator, seeded by the row's first uniform, so the same on all ranks.
+
+    A round is one graph, whose parts no clock of the host sees. On a GPU every part is timed as a graph of its own,
+    once a temperature, behind the first prompt; a text's phases draft, verify, commit and update are these times its
+    rounds (made smaller in one proportion where they exceed what the rounds took), "other" is the rest. On a CPU all
+    of a round is the phase "cycle".
+    """
+
+    def __init__(self, verifier: Verifier, drafter: Drafter) -> None:
+        self.verifier, self.drafter, self.is_drafting = verifier, drafter, drafter.num_drafts > 0
+        self._cycles: dict[float, Cycle] = {}
+        self._part_seconds: dict[float, dict[str, float]] = {}
+
+    def __call__(
+        self, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms], stopwatch: Stopwatch
+    ) -> Iterator[list[Spoken]]:
+        """Raises: ConfigError for several prompts, a truncated distribution, or a text that exceeds the capacity."""
+        if len(prompts) != 1:
+            raise ConfigError(f"the verifier writes one text at a time, got {len(prompts)} prompts")
+        if sampling.top_k or sampling.top_p < 1:
+            raise ConfigError("the verifier draws from the whole distribution: top_k must be 0 and top_p 1")
+        cycle = self._cycle(sampling.temperature, prompts[0])
+        if cycle.generator is not None:
+            cycle.generator.manual_seed(int(uniforms[0]() * SEEDS))
+        received = cycle.rounds(prompts[0])
+        ids = next(received)
+        stopwatch.lap("prefill")
+        yield [Spoken(0, ids, None)]
+        num_tokens, num_rounds = 1, 0
+        while ids[-1] not in sampling.stop_token_ids and num_tokens <= sampling.max_new_tokens:
+            ids = next(received)
+            room = sampling.max_new_tokens - num_tokens
+            ids, counts = _count(ids, room, cycle, sampling.stop_token_ids)
+            num_tokens, num_rounds = num_tokens + len(ids), num_rounds + 1
+            yield [Spoken(0, ids[:room], counts if self.is_drafting else None)]
+        stopwatch.lap("cycle")
+        if parts := self._part_seconds.get(sampling.temperature):
+            _divide(stopwatch.phase_seconds, {name: seconds * num_rounds for name, seconds in parts.items()})
+
+    def _cycle(self, temperature: float, prompt_ids_T: torch.Tensor) -> Cycle:
+        if temperature not in self._cycles:
+            device = self.verifier.weights.device
+            generator = None if Sampling(temperature, 1).is_greedy else torch.Generator(device)
+            self._cycles[temperature] = cycle = Cycle(self.verifier, self.drafter, temperature, generator)
+            if device.type == "cuda":
+                cycle.begin(prompt_ids_T)
+                clock = Clock(device, self.verifier.ranks)
+                found = time_parts(cycle, clock, len(prompt_ids_T))
+                self._part_seconds[temperature] = {name: value / 1e6 for name, value in found.items()}
+        return self._cycles[temperature]
+
+
+def _count(ids: list[int], room: int, cycle: Cycle, stop_token_ids: tuple[int, ...]) -> tuple[list[int], Round]:
+    """A cycle's new ids up to an accepted stop token, and their counts as ``Round`` has them."""
+    num_proposed, accepted_drafts = cycle.drafter.num_drafts, len(ids) - 1
+    stop = next((place for place, new_id in enumerate(ids[:-1]) if new_id in stop_token_ids), None)
+    if stop is not None:
+        ids = ids[: stop + 1]
+        num_proposed = accepted_drafts = stop + 1
+    is_cut = stop is not None or len(ids) > room
+    return ids, Round(num_proposed, accepted_drafts, len(ids), is_cut, cycle.confidence_logits)
+
+
+def _divide(phase_seconds: dict[str, float], parts: dict[str, float]) -> None:
+    """Put the parts of all rounds, and what they leave, in the place of "cycle"."""
+    whole = phase_seconds.pop("cycle")
+    share = min(1.0, whole / max(sum(parts.values()), 1e-12))
+    phase_seconds.update({name: seconds * share for name, seconds in parts.items()})
+    phase_seconds["other"] = phase_seconds.get("other", 0.0) + whole - share * sum(parts.values())

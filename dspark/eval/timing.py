@@ -1,0 +1,117 @@
+"""How long texts took: what a user waits for, where the time went, and what a draft should have gained."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, quantiles
+from typing import Protocol
+
+PREFILL, OTHER = "prefill", "other"
+
+
+class Timed(Protocol):
+    """A finished text's clock; see ``DecodedText``."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def first_token_seconds(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def phase_seconds(self) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of one number over texts. With fewer than 100 texts the 99th percentile is their largest."""
+
+    mean: float
+    median: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """``first_token``: seconds from a prompt's turn to its text's first token. ``time_per_token`` (TPOT): a text's
+    further seconds by its further tokens; None when no text has any. ``output_tokens_per_second``: tokens of all texts
+    by the time that the machine spent on them, prefill included. ``phase_seconds``: of all texts together; what is
+    neither prefill, draft nor target is "other".
+    """
+
+    first_token: Spread
+    time_per_token: Spread | None
+    output_tokens_per_second: float
+    phase_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Plain decoding's time per token over a draft's, prefill left out, and what explains it.
+
+    ``predicted``: the acceptance length over what a round costs, in steps of plain decoding; only the time in draft and
+    target counts. ``measured`` is ``predicted`` times ``kept_share`` times ``working_share``, an identity: the share of
+    the committed tokens that are in the texts (the rest lies beyond max_new_tokens), and the share of the time spent in
+    draft and target.
+    """
+
+    predicted: float
+    measured: float
+    kept_share: float
+    working_share: float
+
+
+def timing_statistics(texts: Sequence[Timed]) -> Timing:
+    """Of at least one text. Source: the definitions of TTFT and TPOT are those of SGLang's and vLLM's benchmarks."""
+    paces = [(t.seconds - t.first_token_seconds) / (t.num_tokens - 1) for t in texts if t.num_tokens > 1]
+    phases = phase_sums(texts)
+    return Timing(
+        first_token=spread([text.first_token_seconds for text in texts]),
+        time_per_token=spread(paces) if paces else None,
+        output_tokens_per_second=sum(text.num_tokens for text in texts) / sum(phases.values()),
+        phase_seconds=phases,
+    )
+
+
+def phase_sums(texts: Sequence[Timed]) -> dict[str, float]:
+    """Seconds of all texts, by phase, in the order in which the phases first came."""
+    sums: dict[str, float] = {}
+    for text in texts:
+        for name, seconds in text.phase_seconds.items():
+            sums[name] = sums.get(name, 0.0) + seconds
+    return sums
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of at least one value."""
+    most = max(values) if len(values) < 100 else quantiles(values, n=100)[-1]
+    return Spread(fmean(values), median(values), most)
+
+
+def speedup(plain: Sequence[Timed], drafted: Sequence[Timed], num_committed: int) -> Speedup | None:
+    """Of the same prompts; ``num_committed`` tokens came from the draft's rounds. None when there was nothing to gain:
+    no round, or no plain token behind the first.
+    """
+    before, after = _decoding(plain), _decoding(drafted)
+    if not (num_committed and before.num_tokens and after.num_tokens):
+        return None
+    per_token = sum(before.phases.values()) / before.num_tokens
+    whole = sum(after.phases.values())
+    working = whole - after.phases.get(OTHER, 0.0)
+    return Speedup(
+        predicted=num_committed * per_token / working,
+        measured=per_token * after.num_tokens / whole,
+        kept_share=after.num_tokens / num_committed,
+        working_share=working / whole,
+    )
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    num_tokens: int
+    phases: Mapping[str, float]
+
+
+def _decoding(texts: Sequence[Timed]) -> _Decoding:
+    """What came behind the first tokens."""
+    phases = {name: seconds for name, seconds in phase_sums(texts).items() if name != PREFILL}
+    return _Decoding(sum(max(text.num_tokens - 1, 0) for text in texts), phases)

@@ -1,0 +1,114 @@
+"""The verifier's cycles write what the reference path writes, and say of their rounds and time what it says."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from verifying import CAPACITY_TOKENS, random_ids
+
+from dspark.decode.engine import CycleSpeaker
+from dspark.decode.generation import Generation, generate, speculate
+from dspark.decode.round import Round
+from dspark.decode.sampling import Sampling, row_uniforms
+from dspark.decode.speaking import Stopwatch
+from dspark.draft.model import DraftModel
+from dspark.errors import ConfigError
+from dspark.export import read_draft
+from dspark.target.loading import NANO_FOLDER, load_target
+from dspark.types import Target
+from dspark.verifier import Shard, Verifier
+from dspark.verifier.drafting import BlockDrafter, NoDrafter, draft_weights
+
+TAPS = (1, 2, 4, 5, 6)
+Make = Callable[[int], CycleSpeaker]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Target:
+    return load_target(NANO_FOLDER, target_layer_ids=TAPS)
+
+
+@pytest.fixture(scope="module")
+def draft(reference: Target) -> DraftModel:
+    return read_draft(NANO_FOLDER / "draft", (reference.embedding_VD, reference.head_VD))
+
+
+@pytest.fixture
+def speaker_of(kernel_device: torch.device, draft: DraftModel) -> Make:
+    """Cycles of so many drafts; of none: plain decoding."""
+    verifier = Verifier.load(NANO_FOLDER, CAPACITY_TOKENS, TAPS, torch.float32, kernel_device)
+    weights = draft_weights(draft, Shard(), torch.float32, kernel_device)
+
+    def make(num_drafts: int) -> CycleSpeaker:
+        drafter = BlockDrafter(verifier, weights, num_drafts) if num_drafts else NoDrafter(verifier)
+        return CycleSpeaker(verifier, drafter)
+
+    return make
+
+
+def spoken(
+    speaker: CycleSpeaker, prompt_T: torch.Tensor, sampling: Sampling, row: int = 0
+) -> tuple[Generation, Stopwatch]:
+    ids: list[int] = []
+    rounds: list[Round] = []
+    stopwatch = Stopwatch()
+    for ((place, new_ids, counts),) in speaker([prompt_T], sampling, [row_uniforms(0, row)], stopwatch):
+        assert place == 0
+        ids += new_ids
+        rounds += [] if counts is None else [counts]
+    return Generation(torch.tensor(ids), tuple(rounds)), stopwatch
+
+
+def counted(generation: Generation) -> list[tuple[int, int, int, bool]]:
+    return [(r.num_proposed, r.accepted_drafts, r.acceptance_length, r.is_cut) for r in generation.rounds]
+
+
+@pytest.mark.parametrize(("length", "stop_place"), [(1, None), (16, 9), (37, 17)])
+def test_greedy_texts_and_rounds_are_the_reference_paths(
+    length: int, stop_place: int | None, speaker_of: Make, reference: Target, draft: DraftModel
+) -> None:
+    """With a stop token that drafts hold, and without."""
+    prompt_T = random_ids(4096, length, length)
+    free = speculate(reference, draft, prompt_T, Sampling(0.0, 30), row_uniforms(0, 0))
+    stops = () if stop_place is None else (int(free.ids_T[stop_place]),)
+    sampling = Sampling(0.0, 30, stops)
+    expected = speculate(reference, draft, prompt_T, sampling, row_uniforms(0, 0))
+    found, stopwatch = spoken(speaker_of(8), prompt_T, sampling)
+    assert found.ids_T.tolist() == expected.ids_T.tolist()
+    assert counted(found) == counted(expected)
+    assert stop_place is None or len(found.ids_T) <= stop_place + 1
+    for ours, theirs in zip(found.rounds, expected.rounds, strict=True):
+        assert ours.confidence_logits == pytest.approx(theirs.confidence_logits, abs=2e-3)
+    assert sum(stopwatch.phase_seconds.values()) == pytest.approx(stopwatch.seconds(), rel=0.5)
+
+
+def test_without_drafts_it_is_plain_decoding(speaker_of: Make, reference: Target) -> None:
+    prompt_T = random_ids(4096, 20, 3)
+    (expected_T,) = generate(reference, [prompt_T], Sampling(0.0, 25), [row_uniforms(0, 0)])
+    speaker = speaker_of(0)
+    found, _ = spoken(speaker, prompt_T, Sampling(0.0, 25))
+    assert not speaker.is_drafting
+    assert found.ids_T.tolist() == expected_T.tolist()
+    assert found.rounds == ()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_drawn_texts_depend_on_their_row_alone(num_drafts: int, speaker_of: Make) -> None:
+    prompts = [random_ids(4096, length, length) for length in (5, 20)]
+    speaker, sampling = speaker_of(num_drafts), Sampling(1.0, 20)
+    first = [spoken(speaker, prompt_T, sampling, row)[0] for row, prompt_T in enumerate(prompts)]
+    again = [spoken(speaker, prompts[row], sampling, row)[0] for row in (1, 0)]
+    assert [text.ids_T.tolist() for text in again[::-1]] == [text.ids_T.tolist() for text in first]
+    assert spoken(speaker, prompts[0], sampling, 1)[0].ids_T.tolist() != first[0].ids_T.tolist()
+    assert [len(text.ids_T) for text in first] == [20, 20]
+
+
+def test_what_it_cannot_do_is_refused(speaker_of: Make) -> None:
+    speaker, prompt_T = speaker_of(8), random_ids(4096, 5)
+    with pytest.raises(ConfigError, match="one text at a time, got 2"):
+        next(speaker([prompt_T] * 2, Sampling(0.0, 5), [row_uniforms(0, 0)] * 2, Stopwatch()))
+    for sampling in (Sampling(1.0, 5, top_k=3), Sampling(1.0, 5, top_p=0.9)):
+        with pytest.raises(ConfigError, match="top_k must be 0 and top_p 1"):
+            spoken(speaker, prompt_T, sampling)
+    with pytest.raises(ConfigError, match="room for"):
+        spoken(speaker, random_ids(4096, CAPACITY_TOKENS - 4), Sampling(0.0, 50))
