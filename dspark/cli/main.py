@@ -13,6 +13,7 @@ from dspark.cli.eval import evaluate
 from dspark.cli.export import export
 from dspark.cli.prepare import prepare
 from dspark.cli.record import record
+from dspark.cli.report import report
 from dspark.errors import DsparkError, one_line
 
 STAGES = """
@@ -42,6 +43,10 @@ dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks my.jsonl --te
 dspark eval --target ling-3.0-nano --draft other --tasks my.jsonl --temperatures 0,0.6 --against runs/mine
 dspark eval --target ling-3.0-nano --draft data/nano/draft --baselines plain,ngram,untrained --max-prompts 8
 dspark eval --config configs/nano.yaml --max-prompts 8 --temperatures 0.8 --top-k 40 --top-p 0.95
+""",
+    report: """
+dspark report runs/nano/eval
+dspark report --compare runs/mine runs/other --out compared.html
 """,
     chat: """
 dspark chat --target ling-3.0-nano --draft data/nano/draft
