@@ -100,12 +100,12 @@ def test_differences_lie_about_zero_in_the_middle() -> None:
 
 
 def test_a_stack_is_as_long_as_its_sum_and_its_parts_follow_each_other() -> None:
-    chart = stack_chart([("a", [("draft", 1.0), ("verify", 3.0)]), ("b", [("verify", 2.0)])], "ms")
-    room = WIDTH - RIGHT - ROW_LEFT
-    assert numbers(chart, "rect", "x") == [ROW_LEFT, ROW_LEFT + room / 4, ROW_LEFT]
-    assert numbers(chart, "rect", "width") == [room / 4, room * 3 / 4, room / 2]
-    assert re.findall(r'<rect class="bar c(\d)', chart.body) == ["0", "1", "1"], "a part keeps its colour"
-    assert chart.legend == (("draft", 0), ("verify", 1))
+    rows = [("a", [("draft", 1.0), ("verify", 2.0), ("commit", 1.0)]), ("b", [("verify", 2.0)])]
+    chart, room = stack_chart(rows, "ms"), WIDTH - RIGHT - ROW_LEFT
+    assert numbers(chart, "rect", "x") == [ROW_LEFT, ROW_LEFT + room / 4, ROW_LEFT + room * 3 / 4, ROW_LEFT]
+    assert numbers(chart, "rect", "width") == [room / 4, room / 2, room / 4, room / 2]
+    assert re.findall(r'<rect class="bar c(\d)', chart.body) == ["0", "1", "2", "1"], "a part keeps its colour"
+    assert chart.legend == (("draft", 0), ("verify", 1), ("commit", 2))
     assert not stack_chart([("a", [("draft", 0.0)])], "ms").body
 
 
