@@ -75,7 +75,7 @@ def test_a_page_and_its_pictures_lie_beside_the_evaluation(place: Path, said: st
 @pytest.mark.usefixtures("said")
 def test_the_answer_is_the_one_nearest_to_the_mean_and_is_whole(place: Path) -> None:
     html = (place / "first" / "report.html").read_text()
-    where = re.search(r"<h3>(\S+), prompt (\d), T = 0</h3><pre><s></s>(.*?)</pre>", html, re.DOTALL)
+    where = re.search(r"<h3>(\S+), prompt (\d), T&nbsp;=&nbsp;0</h3><pre><s></s>(.*?)</pre>", html, re.DOTALL)
     assert where
     texts = read_texts(place / "first" / "texts.jsonl")
     tokenizer, task = load_tokenizer(place / "target"), str(place / "prompts.jsonl")

@@ -22,7 +22,7 @@ SCHEMES = ("light", "dark")
 PLOTS = """() => [...document.querySelectorAll("figure")].map(figure => ({
     section: figure.closest("section").querySelector("h2").textContent,
     run: figure.closest(".run")?.querySelector("h3").textContent,
-    title: figure.querySelector("figcaption").textContent,
+    title: figure.querySelector("figcaption").textContent.replaceAll("\u00a0", " "),
     circles: figure.querySelectorAll("circle").length,
     rects: figure.querySelectorAll("rect").length,
     lines: figure.querySelectorAll("polyline.line").length,

@@ -78,6 +78,11 @@ def pictures(sections: Sequence[Section], runs: Sequence[str] = ("",)) -> dict[s
     return found
 
 
+def text(words: str) -> str:
+    """Words as HTML; a temperature is not torn apart at the end of a line."""
+    return escape(words).replace("T = ", "T&nbsp;=&nbsp;")
+
+
 def table(caption: str, head: Sequence[str], bodies: Mapping[str, Sequence[Row]]) -> str:
     """Rows in named groups below one head; a wide table scrolls by itself."""
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
@@ -121,7 +126,7 @@ def _part(part: Part) -> str:
     if part.is_missing:
         return f'<p class="missing">{escape(part.missing[:1].upper() + part.missing[1:])}.</p>'
     figures = "".join(
-        f"<figure><figcaption>{escape(figure.title)}</figcaption>{figure.chart.html()}</figure>"
+        f"<figure><figcaption>{text(figure.title)}</figcaption>{figure.chart.html()}</figure>"
         for figure in part.figures
     )
     return (f'<div class="charts">{figures}</div>' if figures else "") + part.html

@@ -13,6 +13,7 @@ from dspark.eval.measure import DecodedText, Measurement
 from dspark.eval.pairing import DRAFT, REPORT_FILE, read_report
 from dspark.eval.records import JOURNAL_FILE, TextKey, read_texts
 from dspark.eval.report import EvalReport
+from dspark.eval.statistics import TeacherForcedStatistics
 
 
 @dataclass(frozen=True)
@@ -35,21 +36,11 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class TeacherForced:
-    """Acceptance estimated on given text, where every block is anchored in what the target said."""
-
-    expected_acceptance_length: float
-    interval: tuple[float, float]
-    survival: tuple[float, ...]
-    num_anchors: int
-
-
-@dataclass(frozen=True)
 class Extra:
     """What an evaluation may have measured beside its counts."""
 
     timing: Timing | None = None
-    teacher_forced: TeacherForced | None = None
+    teacher_forced: TeacherForcedStatistics | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dspark.eval.measure import DecodedText, Measurement
 from dspark.eval.page import sections as of
 from dspark.eval.page.along import Bucket, by_length, by_start, step_width
 from dspark.eval.page.charts import Chart, Interval, Series, interval_chart, line_chart, shorten
-from dspark.eval.page.document import Figure, Part, Section, document, facts, pictures, table
+from dspark.eval.page.document import Figure, Part, Section, document, facts, pictures, table, text
 from dspark.eval.page.excerpt import Piece
 from dspark.eval.page.folder import Evaluation
 from dspark.eval.page.style import NUM_COLOURS
@@ -19,6 +19,8 @@ from dspark.eval.pairing import DRAFT, Pairing, find_opponent, pair_up
 from dspark.eval.records import TextKey
 from dspark.eval.report import EvalReport, difference_lines, interval, number
 
+LONGEST_TOKENS = 1000
+"""Of an answer that is shown."""
 NOTHING = "nothing was drafted"
 ALONG_NOTE = (
     "By place: the mean acceptance length of the rounds that start in a stretch of the answer, drawn at its middle. By "
@@ -58,15 +60,15 @@ def compare_evaluations(first: Evaluation, second: Evaluation) -> Versus:
 
 def typical_text(evaluation: Evaluation) -> tuple[TextKey, DecodedText] | None:
     """Of the first task at its first temperature, the draft's answer whose acceptance length is nearest to the mean
-    (of equals the first), looping ones last. None when nothing was drafted.
+    (of equals the first), looping ones last; its first ``LONGEST_TOKENS``. None when nothing was drafted.
     """
     m = evaluation.report.measurements[0]
     texts = [(index, text) for index, text in enumerate(evaluation.texts_of(DRAFT, m)) if text.rounds]
     if m.acceptance is None or not texts:
         return None
     mean = m.acceptance.mean_acceptance_length
-    index, text = min(texts, key=lambda item: (item[1].is_looping, abs(_mean(item[1].rounds) - mean)))
-    return TextKey(m.task, m.temperature, DRAFT, index), text
+    index, chosen = min(texts, key=lambda item: (item[1].is_looping, abs(_mean(item[1].rounds) - mean)))
+    return TextKey(m.task, m.temperature, DRAFT, index), replace(chosen, ids_T=chosen.ids_T[:LONGEST_TOKENS])
 
 
 def render_report(
@@ -127,38 +129,39 @@ def _groups(evaluation: Evaluation, palette: Mapping[str, int], longest: float) 
 def _headline(evaluation: Evaluation) -> str:
     """The result in a sentence, and large: of several tasks the mean over them."""
     report = evaluation.report
-    means = _macro_means(report)
-    tasks = dict.fromkeys(report.label(m.task) for m in report.measurements)
-    bounds = {f"{m.temperature:g}": m.acceptance.interval for m in report.measurements if m.acceptance}
+    counted = _counted(report)
+    means = counted.mean_acceptance_lengths()
+    tasks = dict.fromkeys(m.task for m in counted.measurements)
+    bounds = {f"{m.temperature:g}": m.acceptance.interval for m in counted.measurements if m.acceptance}
     cards = []
     for temperature, mean in means.items():
         within = f"<small>95 %: {interval(bounds[temperature])}</small>" if len(tasks) == 1 else ""
         cards.append(f"<li><b>{mean:.2f}</b><small>tokens a round, T = {temperature}</small>{within}</li>")
     lengths = " and ".join(f"{mean:.2f} tokens at T = {temperature}" for temperature, mean in means.items())
-    num_prompts = report.measurements[0].num_prompts
-    where = f"{num_prompts} prompts of {next(iter(tasks))}" if len(tasks) == 1 else f"mean over {len(tasks)} tasks"
+    prompts = _many(counted.measurements[0].num_prompts, "prompt")
+    where = f"{prompts} of {report.label(next(iter(tasks)))}" if len(tasks) == 1 else f"mean over {len(tasks)} tasks"
     said = (
         f"With {report.draft['name']}, a pass of {report.target['name']} yields {lengths or 'nothing more'}, "
         f"instead of 1 ({where})."
     )
-    said = said.replace("T = ", "T\u00a0=\u00a0")
-    return f'<p>{escape(said)}</p><ul class="cards">{"".join(cards)}</ul>'
+    return f'<p>{text(said)}</p><ul class="cards">{"".join(cards)}</ul>'
 
 
-def _macro_means(report: EvalReport) -> dict[str, float]:
-    """Over real tasks; where all are synthetic, over them."""
-    return report.mean_acceptance_lengths() or replace(report, settings={}).mean_acceptance_lengths()
+def _counted(report: EvalReport) -> EvalReport:
+    """The real tasks alone; where all are synthetic, all of them."""
+    real = tuple(m for m in report.measurements if report.label(m.task) == m.task)
+    return replace(report, measurements=real) if real else replace(report, settings={})
 
 
 def _result(evaluation: Evaluation, groups: Sequence[of.Group]) -> str:
     tables = "".join(map(of.result_table, groups))
-    if len(groups) == 1:
+    counted = _counted(evaluation.report)
+    if len({m.task for m in counted.measurements}) == 1:
         return tables
-    report = evaluation.report
-    means = {name: _macro_means(replace(report, measurements=ms)) for name, ms in _everyone(report).items()}
-    temperatures = list(means[DRAFT])
-    rows = [(name, None, [number(of_name.get(t)) for t in temperatures]) for name, of_name in means.items() if of_name]
-    return tables + table("Mean over tasks, synthetic ones left out", [f"T = {t}" for t in temperatures], {"": rows})
+    everyone = {name: replace(evaluation.report, measurements=ms) for name, ms in _everyone(evaluation.report).items()}
+    means = {name: _counted(report).mean_acceptance_lengths() for name, report in everyone.items()}
+    rows = [(name, None, [number(lengths.get(t)) for t in means[DRAFT]]) for name, lengths in means.items() if lengths]
+    return tables + table("Mean over tasks, synthetic ones left out", [f"T = {t}" for t in means[DRAFT]], {"": rows})
 
 
 def _each(draw: Callable[[of.Group], list[Figure]]) -> Callable[[Evaluation, Sequence[of.Group]], list[Figure]]:
@@ -173,15 +176,26 @@ def _along(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
             texts = [(row, evaluation.texts_of(row.name, row.m)) for row in rows if row.m.acceptance]
             width = step_width([text for _, found in texts for text in found])
             curves = [_curve(row, by_start(found, width)) for row, found in texts]
-            figures.append(Figure(group.title("By place", at), line_chart(curves, "new token", "tokens a round")))
+            figures.append(
+                Figure(
+                    group.title(at, "By place"),
+                    line_chart(curves, "new token", "tokens a round", ((0.0, 1.0), (float(width), 1.0))),
+                )
+            )
     is_long = any(m.task.startswith("long:") for m in evaluation.report.measurements)
     return figures + (_by_prompt(evaluation) if is_long else _by_answer(evaluation, groups))
 
 
 def _curve(row: of.Row, buckets: Sequence[Bucket]) -> Series:
     points = tuple(((b.low + b.high) / 2, b.mean_acceptance_length) for b in buckets)
-    notes = (f"{b.count} rounds from token {b.low} to {b.high - 1}: {b.mean_acceptance_length:.2f}" for b in buckets)
+    notes = (
+        f"{_many(b.count, 'round')} from token {b.low} to {b.high - 1}: {b.mean_acceptance_length:.2f}" for b in buckets
+    )
     return Series(row.name, points, row.colour, tuple(notes))
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _by_answer(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
@@ -190,7 +204,7 @@ def _by_answer(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figur
         for at, (own, *_) in group.columns():
             rows = [
                 Interval(
-                    f"{b.low} to {b.high - 1} tokens, {b.count} texts",
+                    f"{b.low} to {b.high - 1} tokens, {_many(b.count, 'text')}",
                     b.interval[0],
                     b.mean_acceptance_length,
                     b.interval[1],
@@ -199,7 +213,7 @@ def _by_answer(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figur
                 for b in by_length(evaluation.texts_of(own.name, own.m))
             ]
             figures.append(
-                Figure(group.title("By length of the answer", at), interval_chart(rows, of.LENGTH, group.longest))
+                Figure(group.title(at, "By length of the answer"), interval_chart(rows, of.LENGTH, group.longest))
             )
     return figures
 
@@ -252,9 +266,10 @@ def _excerpt(evaluation: Evaluation, pieces: Sequence[Piece] | str) -> Part:
     found = typical_text(evaluation)
     if isinstance(pieces, str) or found is None:
         return Part(missing=pieces if isinstance(pieces, str) else NOTHING)
-    key, _ = found
+    (key, shown), whole = found, evaluation.texts[found[0]]
     where = f"{key.task}, prompt {key.prompt_index}, T = {key.temperature:g}"
-    return Part(html=f"<h3>{escape(where)}</h3>{of.excerpt('', pieces)}")
+    where += f", the first {LONGEST_TOKENS} tokens" if len(shown.ids_T) < len(whole.ids_T) else ""
+    return Part(html=f"<h3>{text(where)}</h3>{of.excerpt('', pieces)}")
 
 
 def _provenance(evaluation: Evaluation) -> dict[str, object]:

@@ -10,9 +10,10 @@ from dspark.eval.measure import Measurement
 from dspark.eval.page.charts import Chart, Interval, Series, bar_chart, interval_chart, line_chart, stack_chart
 from dspark.eval.page.document import Figure, table
 from dspark.eval.page.excerpt import Piece
-from dspark.eval.page.folder import Extra, TeacherForced, Timing
+from dspark.eval.page.folder import Extra, Timing
 from dspark.eval.page.style import NUM_COLOURS
 from dspark.eval.report import interval, number
+from dspark.eval.statistics import TeacherForcedStatistics
 
 LENGTH = "acceptance length (tokens a round)"
 RESULT_NOTE = (
@@ -52,7 +53,7 @@ class Row:
     colour: int
     m: Measurement
     timing: Timing | None
-    forced: TeacherForced | None
+    forced: TeacherForcedStatistics | None
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ class Group:
                 rows.append(Row(contender.name, self.palette[contender.name], m, extra.timing, extra.teacher_forced))
             yield f"T = {first.temperature:g}", rows
 
-    def title(self, *parts: str) -> str:
+    def title(self, at: str, what: str = "") -> str:
         """Of a figure."""
-        return ", ".join(part for part in (self.label, *parts) if part)
+        return ", ".join(part for part in (what, self.label, at) if part)
 
 
 def result_table(group: Group) -> str:
@@ -119,7 +120,7 @@ def lengths(group: Group) -> list[Figure]:
 def positions(group: Group) -> list[Figure]:
     """Both acceptances of every slot."""
     return [
-        Figure(group.title(name.capitalize(), at), _bars(rows, name))
+        Figure(group.title(at, name.capitalize()), _bars(rows, name))
         for at, rows in group.columns()
         for name in ("survival", "conditional")
     ]
@@ -169,8 +170,8 @@ def forced(group: Group) -> list[Figure]:
                     bars.append(Series(name, tuple((float(k), share) for k, share in enumerate(survival)), colour))
         if rivals:
             num_slots = max(len(series.points) for series in bars)
-            figures.append(Figure(group.title("Length", at), interval_chart(rivals, LENGTH, group.longest)))
-            figures.append(Figure(group.title("Survival", at), bar_chart(bars, num_slots, "slot", "share of blocks")))
+            figures.append(Figure(group.title(at, "Length"), interval_chart(rivals, LENGTH, group.longest)))
+            figures.append(Figure(group.title(at, "Survival"), bar_chart(bars, num_slots, "slot", "share of blocks")))
     return figures
 
 

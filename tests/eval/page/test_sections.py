@@ -8,7 +8,8 @@ from contenders import CONTENDERS
 from dspark.eval.confidence import Bin, Calibration, ConfidenceStatistics
 from dspark.eval.measure import Difference, GreedyEquality
 from dspark.eval.page import sections as of
-from dspark.eval.page.folder import Extra, Spread, TeacherForced, Timing
+from dspark.eval.page.folder import Extra, Spread, Timing
+from dspark.eval.statistics import TeacherForcedStatistics
 
 TIMING = Timing(
     Spread(0.02, 0.0123, 0.1),
@@ -16,7 +17,7 @@ TIMING = Timing(
     50.0,
     {"prefill": 1.0, "draft": 0.5, "verify": 0.25, "commit": 0.125, "other": 0.125},
 )
-FORCED = TeacherForced(2.5, (2.0, 3.0), (0.7, 0.5, 0.25, 0.125), 99)
+FORCED = TeacherForcedStatistics(2.5, (2.0, 3.0), (0.7, 0.5, 0.25, 0.125), 99)
 BINS = (Bin(0.0, 0.5, 0, None, None), Bin(0.5, 0.6, 4, 0.55, 0.5), Bin(0.9, 1.0, 1, 0.95, 1.0))
 SURE = ConfidenceStatistics(Calibration(5, 0.6, 0.6, 0.0512, 0.204, 0.75, BINS), ())
 PALETTE = {contender.name: place for place, contender in enumerate(CONTENDERS)}
@@ -49,7 +50,7 @@ def test_every_contender_that_drafts_is_a_dot_and_every_share_a_bar() -> None:
     assert [figure.title for figure in lengths] == ["heldout, T = 0", "heldout, T = 1"]
     assert [count(figure.chart.body, "circle") for figure in lengths] == [3, 3]
     drafted = [c.measurements[0].acceptance for c in CONTENDERS[1:]]
-    assert [f.title for f in positions[:2]] == ["heldout, Survival, T = 0", "heldout, Conditional, T = 0"]
+    assert [f.title for f in positions[:2]] == ["Survival, heldout, T = 0", "Conditional, heldout, T = 0"]
     assert count(positions[0].chart.body, "rect") == sum(len(a.survival) for a in drafted if a)
     conditional = [share for a in drafted if a for share in a.conditional if share is not None]
     assert count(positions[1].chart.body, "rect") == len(conditional) < 12
