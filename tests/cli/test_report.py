@@ -114,11 +114,12 @@ def test_names_are_escaped_and_a_target_that_is_not_here_leaves_one_section_out(
     folder = tmp_path / "<script>a&b"
     shutil.copytree(place / "second", folder)
     change(folder, lambda tree: tree["target"].update(name=str(tmp_path / "<img>")))
-    run(str(folder))
+    run(str(folder), str(place / "second"))
     html = (folder / "report.html").read_text()
+    assert "<h3>&lt;script&gt;a&amp;b</h3>" in html
     assert "<script>" not in html
     assert "<img>" not in html
-    assert "Who wrote what: the target " in html
+    assert '<p class="missing">The target ' in html
     assert "is not on this machine" in html
     assert html.count("<h2>Paired differences</h2>") == 1
 

@@ -8,9 +8,10 @@ import torch
 
 from dspark.decode.round import Round
 from dspark.eval.measure import DecodedText, Difference, GreedyEquality, summarise
-from dspark.eval.page import Evaluation, Piece, render_report, typical_text
-from dspark.eval.records import TextKey
-from dspark.eval.report import EvalReport
+from dspark.eval.page import Evaluation, Piece, compare_evaluations, render_report, typical_text
+from dspark.eval.pairing import REPORT_FILE, ROUNDS_FILE
+from dspark.eval.records import TextKey, write_rounds
+from dspark.eval.report import EvalReport, write_json
 
 TASKS = {"a": (2, 4), "b": (3, 5), "long:64": (1, 1), "made": (9, 9)}
 
@@ -72,20 +73,33 @@ def test_buckets_are_of_prompts_where_tasks_say_how_long_they_are() -> None:
 
 def test_the_answer_shown_is_typical_does_not_loop_and_is_cut_when_it_is_long() -> None:
     shown = evaluation("a")
-    keys = [TextKey("a", 0.0, "draft", index) for index in range(3)]
+    keys = [TextKey("a", 0.0, "draft", index) for index in range(4)]
     m = summarise("a", 0.0, list(shown.texts.values()))
-    typical = dict(zip(keys, (text(3, is_looping=True), text(2), text(4, 400)), strict=True))
+    typical = dict(zip(keys, (text(3, is_looping=True), text(7), text(4, 400), text(2)), strict=True))
     assert m.acceptance
     assert m.acceptance.mean_acceptance_length == 3.0
-    report = replace(shown.report, measurements=(replace(m, num_prompts=3),))
+    report = replace(shown.report, measurements=(replace(m, num_prompts=4),))
     found = typical_text(replace(shown, report=report, texts=typical))
     assert found
-    assert found[0] == keys[1], "of equals the first, the looping one last"
+    assert found[0] == keys[2], "of equals the first, the looping one last"
     long = replace(shown, report=replace(report, measurements=(replace(m, num_prompts=2),)))
     long = replace(long, texts={keys[0]: text(9, is_looping=True), keys[1]: typical[keys[2]]})
     html, _ = render_report([long], [[Piece("<x>", 0, False)]], [])
     assert "a, prompt 1, T&nbsp;=&nbsp;0, the first 1000 tokens" in html
     assert "&lt;x&gt;" in html
+
+
+def test_a_prompt_without_rounds_is_no_difference(tmp_path: Path) -> None:
+    first = evaluation("b")
+    lonely = dict(zip(first.texts, (text(1), text(1, 0)), strict=True))
+    measured = (summarise("b", 0.0, list(lonely.values())),)
+    asked = {"prompts": {"b": {"count": 2, "sha256": "x"}}, "temperatures": [0.0]}
+    second = replace(first, folder=tmp_path, report=replace(first.report, settings=asked, measurements=measured))
+    write_json(second.report, tmp_path / REPORT_FILE)
+    write_rounds(lonely, tmp_path / ROUNDS_FILE)
+    versus = compare_evaluations(replace(first, report=replace(first.report, settings=asked)), second)
+    assert versus.differences == ((2.0,),)
+    assert versus.pairings[0].comparison.num_prompts == 1
 
 
 def test_a_text_that_is_not_plain_decodings_is_named() -> None:
