@@ -29,7 +29,7 @@ NO_FONT = f"no pictures were made: their text needs one of the fonts {', '.join(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that dspark eval --out wrote.", metavar="RUN...")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders that dspark eval --out wrote.", metavar="RUN")],
     compare: Annotated[
         bool, typer.Option("--compare", help="Also compare the first draft with the others, prompt by prompt.")
     ] = False,
