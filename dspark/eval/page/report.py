@@ -175,13 +175,11 @@ def _along(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
         for at, rows in group.columns():
             texts = [(row, evaluation.texts_of(row.name, row.m)) for row in rows if row.m.acceptance]
             width = step_width([text for _, found in texts for text in found])
-            curves = [_curve(row, by_start(found, width)) for row, found in texts]
-            figures.append(
-                Figure(
-                    group.title(at, "By place"),
-                    line_chart(curves, "new token", "tokens a round", ((0.0, 1.0), (float(width), 1.0))),
-                )
-            )
+            buckets = [(row, by_start(found, width)) for row, found in texts]
+            end = float(max((b.high for _, found in buckets for b in found), default=width))
+            curves, guide = [_curve(*pair) for pair in buckets], ((0.0, 1.0), (end, 1.0))
+            chart = line_chart(curves, "new token", "tokens a round", guide)
+            figures.append(Figure(group.title(at, "By place"), chart))
     is_long = any(m.task.startswith("long:") for m in evaluation.report.measurements)
     return figures + (_by_prompt(evaluation) if is_long else _by_answer(evaluation, groups))
 
