@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from dspark.errors import ConfigError
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file that is either absent (or as before) or complete. Its folder exists.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file (a text in UTF-8) that is either absent (or as before) or complete. Its folder exists.
     Raises: ConfigError where something lies that is no file, which the renaming would put an end to.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is no file: nothing was written; give another path")
     beside = partial_of(path)
-    beside.write_text(text, encoding="utf-8")
+    beside.write_bytes(content.encode() if isinstance(content, str) else content)
     put_in_place(beside, path)
 
 

@@ -1,14 +1,16 @@
-"""What the tests of dspark eval and dspark chat share: a draft for the tiny Ling, the command, how it fails."""
+"""What the tests of dspark eval, chat and report share: a draft for the tiny Ling, the command, how it fails."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import MASK_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE
+from tiny import MASK_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
+from typer.testing import CliRunner
 
-from dspark.cli.main import main
+from dspark.cli.main import app, main
 from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
 from dspark.export import FolderFields, write_draft
@@ -60,3 +62,31 @@ def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     assert "Traceback" not in text
     assert text.startswith("dspark: ")
     return text
+
+
+def write_evaluations(folder: Path) -> tuple[Path, Path]:
+    """A tiny target, two drafts for it and their evaluations on the same prompts; that of the first has baselines too,
+    and what costs hours to measure is written into its report.
+    """
+    write_tiny_ling(folder / "target")
+    write_tiny_draft(folder / "draft", folder / "target")
+    write_tiny_draft(folder / "other draft", folder / "target", markov_rank=4)
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "add {n}"}}\n' for n in range(3)))
+    common = {"max-new-tokens": "12", "temperatures": "0,1"}
+    baselines = {"baselines": "plain,ngram,untrained", "out": str(folder / "first")}
+    other = {"draft": str(folder / "other draft"), "out": str(folder / "second"), "against": str(folder / "first")}
+    for changes in (baselines, other):
+        result = CliRunner().invoke(app, arguments(folder, **common | changes), catch_exceptions=False)
+        assert result.exit_code == 0, result.stdout
+    path = folder / "first" / "report.json"
+    tree = json.loads(path.read_text())
+    for m in (*tree["measurements"], *(m for group in tree["baselines"].values() for m in group)):
+        spread = {"mean": 0.02, "median": 0.01, "p99": 0.1}
+        phases = {"prefill": 0.5, "draft": 0.25, "verify": 0.5, "commit": 0.125, "other": 0.125}
+        m["timing"] = {"time_per_token": spread, "first_token": spread, "output_tokens_per_second": 50.0}
+        m["timing"]["phase_seconds"] = phases
+    for m in tree["measurements"]:
+        estimate = {"expected_acceptance_length": 1.5, "interval": [1.25, 1.75], "num_anchors": 9}
+        m["teacher_forced"] = estimate | {"survival": [0.25, 0.125, 0.125, 0.0]}
+    path.write_text(json.dumps(tree))
+    return folder / "first", folder / "second"

@@ -14,6 +14,7 @@ from dspark.cli.eval import evaluate
 from dspark.cli.export import export
 from dspark.cli.prepare import prepare
 from dspark.cli.record import record
+from dspark.cli.report import report
 from dspark.errors import DsparkError, one_line
 
 STAGES = """
@@ -44,6 +45,10 @@ dspark eval --target ling-3.0-nano --draft other --tasks my.jsonl --temperatures
 dspark eval --target ling-3.0-nano --draft data/nano/draft --baselines plain,ngram,untrained,drafts:4 --max-prompts 8
 dspark eval --target ling-3.0-flash --draft DRAFT --tasks gsm8k --temperatures 0 --baselines plain,mtp:3,mtp:5 --tp 4
 dspark eval --config configs/nano.yaml --max-prompts 8 --temperatures 0.8 --top-k 40 --top-p 0.95
+""",
+    report: """
+dspark report runs/nano/eval
+dspark report --compare runs/mine runs/other --out compared.html
 """,
     chat: """
 dspark chat --target ling-3.0-nano --draft data/nano/draft

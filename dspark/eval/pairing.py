@@ -87,9 +87,10 @@ def read_report(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; expected the folder of a finished dspark eval --out")
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(tree, allow_nan=False)
         if isinstance(tree["settings"]["prompts"], dict) and all(m["task"] for m in tree["measurements"]):
             return dict(tree)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecordError(f"{path}: not the report of an evaluation ({error}); evaluate again") from error
     raise RecordError(f"{path}: not the report of an evaluation; evaluate again")
 

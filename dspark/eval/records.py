@@ -144,24 +144,29 @@ def open_journal(folder: Path, settings: Mapping[str, object]) -> Iterator[Journ
     with claim(folder):
         if not path.exists():
             write_whole(path, json.dumps({"format": FORMAT, "settings": dict(settings)}) + "\n")
-        texts = read_texts(folder, settings)
+        content = path.read_bytes()
+        texts = _parse_texts(path, content, settings)
+        os.truncate(path, content.rfind(b"\n") + 1)
         with path.open("ab") as file:
             yield Journal(file, texts)
 
 
-def read_texts(folder: Path, settings: Mapping[str, object]) -> dict[TextKey, DecodedText]:
-    """The texts of a folder's journal, whose torn last line is cut off once the rest is known to be this evaluation's.
-    Raises: RecordError as ``open_journal``.
-    """
-    path = folder / JOURNAL_FILE
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    header, *lines = whole.split(b"\n")
+def read_texts(path: Path) -> dict[TextKey, DecodedText]:
+    """The texts of a journal, which stays as it is. Raises: RecordError when it is missing or holds what is no text."""
+    if not path.is_file():
+        raise RecordError(f"{path}: no such file; expected the texts of a dspark eval --out")
+    return _parse_texts(path, path.read_bytes(), None)
+
+
+def _parse_texts(path: Path, content: bytes, settings: Mapping[str, object] | None) -> dict[TextKey, DecodedText]:
+    """The texts in the whole lines of a journal, when its settings are these (or any)."""
+    header, *lines = content[: content.rfind(b"\n") + 1].split(b"\n")
     try:
         found = _Header.model_validate_json(header)
     except ValidationError as error:
         raise RecordError(f"{path}:1: not a journal ({describe_validation(error)}); delete it") from error
-    _check_header(path, found, settings)
+    if settings is not None:
+        _check_header(path, found, settings)
     texts: dict[TextKey, DecodedText] = {}
     for number, line in enumerate(lines[:-1], 2):
         try:
@@ -174,8 +179,6 @@ def read_texts(folder: Path, settings: Mapping[str, object]) -> dict[TextKey, De
             raise RecordError(f"{path}:{number}: {key} stands there twice; delete the lines from here on")
         ids_T = torch.tensor(row.ids, dtype=torch.int64)
         texts[key] = DecodedText(ids_T, row.rounds, **{name: getattr(row, name) for name in CLOCKS})
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
     return texts
 
 

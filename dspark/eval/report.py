@@ -113,9 +113,7 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
         table.add_row("confidence: ECE, AUROC, Brier", *map(_calibration, sure))
         table.add_section()
     if any(gaps := [m.decoding_gap for m in measurements]):
-        table.add_row(
-            "teacher forcing, of whole blocks", *[number(gap.forced) if gap else "-" for gap in gaps]
-        )
+        table.add_row("teacher forcing, of whole blocks", *[number(gap.forced) if gap else "-" for gap in gaps])
         table.add_row("  decoded less that, same rounds", *[_signed(gap.difference) if gap else "-" for gap in gaps])
         table.add_row("    95 % interval", *[interval(gap.interval) if gap else "-" for gap in gaps])
         table.add_section()

@@ -19,7 +19,7 @@ from dspark.decode.acceptance import accept
 from dspark.export import draft_fingerprint
 from dspark.target.loading import target_fingerprint
 
-COMMANDS = ("demo", "prepare", "record", "eval", "chat", "export")
+COMMANDS = ("demo", "prepare", "record", "eval", "report", "chat", "export")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from dspark.errors import ConfigError, DsparkError
 from dspark.eval.comparison import Contender, compare, draws, expect
 from dspark.eval.measure import Decode, DecodedText, Each, Measurement
 from dspark.eval.pairing import DRAFT, REPORT_FILE, ROUNDS_FILE, Opponent, find_opponent, pair_up
-from dspark.eval.records import Journal, TextKey, open_journal, read_texts, write_rounds
+from dspark.eval.records import JOURNAL_FILE, Journal, TextKey, open_journal, read_texts, write_rounds
 from dspark.eval.report import (
     EvalReport,
     comparison_tables,
@@ -104,7 +104,7 @@ def run(ranks: Ranks, job: Job) -> None:
             console.print(f"{len(journal.texts)} texts lie in {job.out} already; going on behind them")
         models = _load(ranks, job, pair, prompts)
         speakers = models.speakers(job.baselines)
-        texts = Texts(_known(ranks, job, decided), journal, is_shown=ranks.rank == 0)
+        texts = Texts(_known(ranks, job), journal, is_shown=ranks.rank == 0)
         contenders = {}
         for name, found in prompts.items():
             stop_ids = () if found.is_endless else pair.facts.stop_token_ids
@@ -147,11 +147,11 @@ def _journal(ranks: Ranks, job: Job, decided: Mapping[str, Any]) -> AbstractCont
     return open_journal(job.out, decided) if job.out and ranks.rank == 0 else nullcontext(None)
 
 
-def _known(ranks: Ranks, job: Job, decided: Mapping[str, Any]) -> Mapping[TextKey, DecodedText]:
+def _known(ranks: Ranks, job: Job) -> Mapping[TextKey, DecodedText]:
     """What a rank without the journal reads there: the first one has opened it, for they met to load the verifier, and
     adds nothing before all of them decode.
     """
-    return read_texts(job.out, decided) if job.out and ranks.rank > 0 else {}
+    return read_texts(job.out / JOURNAL_FILE) if job.out and ranks.rank > 0 else {}
 
 
 def _load(ranks: Ranks, job: Job, pair: Pair, prompts: Mapping[str, TaskPrompts]) -> Models:

@@ -1,0 +1,82 @@
+"""dspark report: evaluations as a page to look at, and their plots as pictures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dspark.errors import CheckpointError, ConfigError
+from dspark.eval.page import (
+    Evaluation,
+    Piece,
+    compare_evaluations,
+    draw,
+    has_font,
+    pieces,
+    read_evaluation,
+    render_report,
+    typical_text,
+)
+from dspark.eval.page.style import FONTS
+from dspark.files import write_whole
+from dspark.target.loading import locate_target
+from dspark.target.tokenizer import load_tokenizer, tokenizer_fingerprint
+
+PAGE = "report.html"
+NO_FONT = f"no pictures were made: their text needs one of the fonts {', '.join(FONTS)}; install one"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that dspark eval --out wrote.", metavar="RUN")],
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also compare the first draft with the others, prompt by prompt.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="The page.  [default: RUN/report.html, of the first RUN]")
+    ] = None,
+) -> None:
+    """Draw evaluations as one HTML page that needs no network and no script, and every plot as a PNG beside it.
+
+    Several RUNs stand side by side. The pictures lie in a folder named as the page is, report_png for report.html.
+    """
+    _check_distinct(runs)
+    if compare and len(runs) < 2:
+        raise ConfigError(f"--compare: give two RUNs or more, found {len(runs)}")
+    evaluations = [read_evaluation(folder) for folder in runs]
+    versus = [compare_evaluations(evaluations[0], other) for other in evaluations[1:]] if compare else []
+    html, svgs = render_report(evaluations, [_excerpt(evaluation) for evaluation in evaluations], versus)
+    pictures = draw(svgs) if has_font() else {}
+    page = out or runs[0] / PAGE
+    folder = page.with_name(f"{page.stem}_png")
+    (folder if pictures else page.parent).mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        write_whole(folder / f"{name}.png", picture)
+    write_whole(page, html.encode(errors="replace"))  # a name of a file may be no text
+    console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+    console.print(f"{page}\n{f'{len(pictures)} pictures in {folder}' if pictures else NO_FONT}")
+
+
+def _check_distinct(runs: Sequence[Path]) -> None:
+    seen: set[Path] = set()
+    for folder in runs:
+        if folder.resolve() in seen:
+            raise ConfigError(f"{folder}: given twice; name every RUN once")
+        seen.add(folder.resolve())
+
+
+def _excerpt(evaluation: Evaluation) -> Sequence[Piece] | str:
+    """The draft's typical answer in words, or why there is none: it takes the target's tokenizer."""
+    found, target = typical_text(evaluation), evaluation.report.target
+    if found is None:
+        return "nothing was drafted"
+    try:
+        folder = locate_target(str(target["name"]))
+        is_same = tokenizer_fingerprint(folder) == target["tokenizer_fingerprint"]
+    except (CheckpointError, OSError):
+        return f"the target {target['name']} is not on this machine, which has the words of its tokens"
+    if not is_same:
+        return f"the tokenizer of {target['name']} on this machine is not the one that was measured"
+    tokenizer = load_tokenizer(folder)
+    return pieces(found[1], lambda ids: str(tokenizer.decode(list(ids))))

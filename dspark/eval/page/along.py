@@ -1,0 +1,55 @@
+"""Acceptance along the text and by the length of the answer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dspark.eval.measure import DecodedText
+from dspark.eval.page.charts import ticks
+from dspark.eval.statistics import bootstrap_interval
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What lies at low..high - 1 tokens: how much it is, its mean acceptance length and that one's interval."""
+
+    low: int
+    high: int
+    count: int
+    mean_acceptance_length: float
+    interval: tuple[float, float]
+
+
+def by_start(texts: Sequence[DecodedText], width: int) -> list[Bucket]:
+    """Rounds by where in the answer they start; the first starts at token 1, for token 0 comes with the prompt."""
+    return _buckets([(start, length, 1) for text in texts for start, length in _starts(text)], width)
+
+
+def by_length(texts: Sequence[DecodedText]) -> list[Bucket]:
+    """Texts that have a round by how many tokens they have."""
+    counted = [(len(text.ids_T), sum(r.acceptance_length for r in text.rounds), len(text.rounds)) for text in texts]
+    return _buckets([item for item in counted if item[2]], step_width(texts))
+
+
+def step_width(texts: Sequence[DecodedText]) -> int:
+    """A round number of tokens that cuts the longest text in some five parts."""
+    return max(1, round(ticks(0, max([5, *(len(text.ids_T) for text in texts)]))[1]))
+
+
+def _starts(text: DecodedText) -> Iterator[tuple[int, int]]:
+    start = 1
+    for counts in text.rounds:
+        yield start, counts.acceptance_length
+        start += counts.acceptance_length
+
+
+def _buckets(counted: Sequence[tuple[int, int, int]], width: int) -> list[Bucket]:
+    """Of (place, tokens, rounds); empty buckets are left out."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for place, *counts in sorted(counted):
+        found.setdefault(place // width, []).append((counts[0], counts[1]))
+    buckets = []
+    for step, group in found.items():
+        tokens, rounds = zip(*group, strict=True)
+        mean, bounds = sum(tokens) / sum(rounds), bootstrap_interval(tokens, rounds)
+        buckets.append(Bucket(step * width, (step + 1) * width, len(group), mean, bounds))
+    return buckets

@@ -1,0 +1,293 @@
+"""The report of one or several evaluations as one self-contained page."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+
+from dspark.decode.round import Round
+from dspark.eval.comparison import Contender
+from dspark.eval.measure import DecodedText, Measurement
+from dspark.eval.page import sections as of
+from dspark.eval.page.along import Bucket, by_length, by_start, step_width
+from dspark.eval.page.charts import Chart, Interval, Series, interval_chart, line_chart, shorten
+from dspark.eval.page.document import Figure, Part, Section, document, facts, pictures, table, text
+from dspark.eval.page.excerpt import Piece
+from dspark.eval.page.folder import Evaluation
+from dspark.eval.page.style import NUM_COLOURS
+from dspark.eval.pairing import DRAFT, Pairing, find_opponent, pair_up
+from dspark.eval.records import TextKey
+from dspark.eval.report import EvalReport, difference_lines, interval, number
+
+LONGEST_TOKENS = 1000
+"""Of an answer that is shown."""
+NOTHING = "nothing was drafted"
+ALONG_NOTE = (
+    "By place: the mean acceptance length of the rounds that start in a stretch of the answer, drawn at its middle. By "
+    "length: the draft's texts by how many tokens the answer has, or the prompt where tasks say so."
+)
+PAIRED_NOTE = (
+    "First draft minus second on the same prompts, with the 95 % interval over prompts; right of the dashed line the "
+    "first is better. p: how often swapping the two in random prompts makes as large a difference. Dots: prompts."
+)
+CHECKS_NOTE = (
+    "Texts that end in a loop flatter a draft. A greedy text must be plain decoding's own; where rounding makes two "
+    "logits change places it may leave it, anything else is a fault."
+)
+
+
+@dataclass(frozen=True)
+class Versus:
+    """The drafts of two evaluations on the same prompts: every task at every temperature, and every prompt's own
+    difference of mean acceptance lengths.
+    """
+
+    names: tuple[str, str]
+    pairings: tuple[Pairing, ...]
+    differences: tuple[tuple[float, ...], ...]
+
+
+def compare_evaluations(first: Evaluation, second: Evaluation) -> Versus:
+    """Compare two drafts prompt by prompt. Raises: as ``find_opponent``."""
+    opponent = find_opponent(second.folder, first.report.target, first.report.settings)
+    pairings = pair_up({key: text.rounds for key, text in first.texts.items()}, opponent)
+    differences = []
+    for keys in opponent.shared:
+        pairs = [(_mean(first.texts[key].rounds), _mean(opponent.rounds.get(key, ()))) for key in keys]
+        differences.append(tuple(a - b for a, b in pairs if a and b))
+    return Versus((str(first.folder), str(second.folder)), pairings, tuple(differences))
+
+
+def typical_text(evaluation: Evaluation) -> tuple[TextKey, DecodedText] | None:
+    """Of the first task at its first temperature, the draft's answer whose acceptance length is nearest to the mean
+    (of equals the first), looping ones last; its first ``LONGEST_TOKENS``. None when nothing was drafted.
+    """
+    m = evaluation.report.measurements[0]
+    texts = [(index, text) for index, text in enumerate(evaluation.texts_of(DRAFT, m)) if text.rounds]
+    if m.acceptance is None or not texts:
+        return None
+    mean = m.acceptance.mean_acceptance_length
+    index, chosen = min(texts, key=lambda item: (item[1].is_looping, abs(_mean(item[1].rounds) - mean)))
+    return TextKey(m.task, m.temperature, DRAFT, index), replace(chosen, ids_T=chosen.ids_T[:LONGEST_TOKENS])
+
+
+def render_report(
+    evaluations: Sequence[Evaluation], excerpts: Sequence[Sequence[Piece] | str], compared: Sequence[Versus]
+) -> tuple[str, dict[str, str]]:
+    """The page, and its figures as SVG files by name. Of every evaluation ``excerpts`` has the pieces of its
+    ``typical_text``, or why there are none.
+    """
+    runs = [evaluation.folder.resolve().name for evaluation in evaluations]
+    if len(set(runs)) < len(runs):
+        runs = [str(evaluation.folder) for evaluation in evaluations]
+    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.report.baselines)
+    order = [DRAFT, *(name for name in names if name != "plain"), "plain"]
+    palette = {name: place % NUM_COLOURS for place, name in enumerate(order)}
+    longest = of.longest(m for e in evaluations for ms in _everyone(e.report).values() for m in ms)
+    groups = [_groups(evaluation, palette, longest) for evaluation in evaluations]
+    pairs = list(zip(evaluations, groups, strict=True))
+    sections = [Section("Result", tuple(Part(html=_result(*pair)) for pair in pairs), of.RESULT_NOTE)]
+    for title, draw, missing, note in DRAWN:
+        parts = tuple(Part(tuple(draw(*pair)), missing=missing) for pair in pairs)
+        sections.append(Section(title, parts, note))
+    if compared:
+        sections.append(Section("Compared", (Part(tuple(f for v in compared for f in _versus(v))),), PAIRED_NOTE))
+    sections += [
+        Section("Checks", tuple(Part(html="".join(map(_checks, found))) for found in groups), CHECKS_NOTE),
+        Section("Who wrote what", tuple(map(_excerpt, evaluations, excerpts)), of.EXCERPT_NOTE),
+        Section("Where this comes from", tuple(Part(html=facts(_provenance(e))) for e in evaluations)),
+    ]
+    targets = ", ".join(dict.fromkeys(Path(str(e.report.target["name"])).name for e in evaluations))
+    titles = [f"<h3>{escape(run)}</h3>" if len(runs) > 1 else "" for run in runs]
+    headlines = (title + _headline(e) for title, e in zip(titles, evaluations, strict=True))
+    header = "".join(f'<div class="run">{headline}</div>' for headline in headlines)
+    page = document(f"DSpark on {targets}", f'<div class="runs">{header}</div>', sections, runs)
+    return page, pictures(sections, runs)
+
+
+def _everyone(report: EvalReport) -> dict[str, tuple[Measurement, ...]]:
+    return {DRAFT: report.measurements, **report.baselines}
+
+
+def _groups(evaluation: Evaluation, palette: Mapping[str, int], longest: float) -> list[of.Group]:
+    """A group a task."""
+    report = evaluation.report
+    tasks = list(dict.fromkeys(m.task for m in report.measurements))
+    everyone = _everyone(report).items()
+    return [
+        of.Group(
+            tuple(Contender(name, tuple(m for m in ms if m.task == task), ()) for name, ms in everyone),
+            palette,
+            longest,
+            report.label(task) if len(tasks) > 1 else "",
+        )
+        for task in tasks
+    ]
+
+
+def _headline(evaluation: Evaluation) -> str:
+    """The result in a sentence, and large: of several tasks the mean over them."""
+    report = evaluation.report
+    counted = _counted(report)
+    means = counted.mean_acceptance_lengths()
+    tasks = dict.fromkeys(m.task for m in counted.measurements)
+    bounds = {f"{m.temperature:g}": m.acceptance.interval for m in counted.measurements if m.acceptance}
+    cards = []
+    for temperature, mean in means.items():
+        within = f"<small>95 %: {interval(bounds[temperature])}</small>" if len(tasks) == 1 else ""
+        cards.append(f"<li><b>{mean:.2f}</b><small>tokens a round, T = {temperature}</small>{within}</li>")
+    lengths = " and ".join(f"{mean:.2f} tokens at T = {temperature}" for temperature, mean in means.items())
+    prompts = _many(counted.measurements[0].num_prompts, "prompt")
+    where = f"{prompts} of {report.label(next(iter(tasks)))}" if len(tasks) == 1 else f"mean over {len(tasks)} tasks"
+    said = (
+        f"With {report.draft['name']}, a pass of {report.target['name']} yields {lengths or 'nothing more'}, "
+        f"instead of 1 ({where})."
+    )
+    return f'<p>{text(said)}</p><ul class="cards">{"".join(cards)}</ul>'
+
+
+def _counted(report: EvalReport) -> EvalReport:
+    """The real tasks alone; where all are synthetic, all of them."""
+    real = tuple(m for m in report.measurements if report.label(m.task) == m.task)
+    return replace(report, measurements=real) if real else replace(report, settings={})
+
+
+def _result(evaluation: Evaluation, groups: Sequence[of.Group]) -> str:
+    tables = "".join(map(of.result_table, groups))
+    counted = _counted(evaluation.report)
+    if len({m.task for m in counted.measurements}) == 1:
+        return tables
+    everyone = {name: replace(evaluation.report, measurements=ms) for name, ms in _everyone(evaluation.report).items()}
+    means = {name: _counted(report).mean_acceptance_lengths() for name, report in everyone.items()}
+    rows = [(name, None, [number(lengths.get(t)) for t in means[DRAFT]]) for name, lengths in means.items() if lengths]
+    return tables + table("Mean over tasks, synthetic ones left out", [f"T = {t}" for t in means[DRAFT]], {"": rows})
+
+
+def _each(draw: Callable[[of.Group], list[Figure]]) -> Callable[[Evaluation, Sequence[of.Group]], list[Figure]]:
+    return lambda _, groups: [figure for group in groups for figure in draw(group)]
+
+
+def _along(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
+    """Acceptance by the place in the answer, then by its length, or the prompt's where tasks say it."""
+    figures = []
+    for group in groups:
+        for at, rows in group.columns():
+            texts = [(row, evaluation.texts_of(row.name, row.m)) for row in rows if row.m.acceptance]
+            width = step_width([text for _, found in texts for text in found])
+            buckets = [(row, by_start(found, width)) for row, found in texts]
+            end = float(max((b.high for _, found in buckets for b in found), default=width))
+            curves, guide = [_curve(*pair) for pair in buckets], ((0.0, 1.0), (end, 1.0))
+            chart = line_chart(curves, "new token", "tokens a round", guide)
+            figures.append(Figure(group.title(at, "By place"), chart))
+    is_long = any(m.task.startswith("long:") for m in evaluation.report.measurements)
+    return figures + (_by_prompt(evaluation) if is_long else _by_answer(evaluation, groups))
+
+
+def _curve(row: of.Row, buckets: Sequence[Bucket]) -> Series:
+    points = tuple(((b.low + b.high) / 2, b.mean_acceptance_length) for b in buckets)
+    notes = (
+        f"{_many(b.count, 'round')} from token {b.low} to {b.high - 1}: {b.mean_acceptance_length:.2f}" for b in buckets
+    )
+    return Series(row.name, points, row.colour, tuple(notes))
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _by_answer(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
+    figures = []
+    for group in groups:
+        for at, (own, *_) in group.columns():
+            rows = [
+                Interval(
+                    f"{b.low} to {b.high - 1} tokens, {_many(b.count, 'text')}",
+                    b.interval[0],
+                    b.mean_acceptance_length,
+                    b.interval[1],
+                    own.colour,
+                )
+                for b in by_length(evaluation.texts_of(own.name, own.m))
+            ]
+            figures.append(
+                Figure(group.title(at, "By length of the answer"), interval_chart(rows, of.LENGTH, group.longest))
+            )
+    return figures
+
+
+def _by_prompt(evaluation: Evaluation) -> list[Figure]:
+    found: dict[float, list[Interval]] = {}
+    for m in evaluation.report.measurements:
+        if m.task.startswith("long:") and (a := m.acceptance):
+            row = Interval(m.task, a.interval[0], a.mean_acceptance_length, a.interval[1], 0)
+            found.setdefault(m.temperature, []).append(row)
+    return [Figure(f"By length of the prompt, T = {t:g}", interval_chart(rows, of.LENGTH)) for t, rows in found.items()]
+
+
+def _paired(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
+    """What the evaluation itself compared."""
+    pairings: dict[str, list[Pairing]] = {}
+    for pairing in evaluation.report.pairings:
+        pairings.setdefault(pairing.folder, []).append(pairing)
+    return [Figure(f"minus {folder}", _forest(found)) for folder, found in pairings.items()]
+
+
+def _versus(versus: Versus) -> list[Figure]:
+    first, second = versus.names
+    figures = [Figure(f"{first} minus {second}", _forest(versus.pairings))]
+    for pairing, differences in zip(versus.pairings, versus.differences, strict=True):
+        points = tuple(enumerate(sorted(differences)))
+        notes = tuple(f"{difference:+.2f}" for _, difference in points)
+        dots = Series("a prompt", tuple((float(x), y) for x, y in points), 0, notes, is_joined=False)
+        guide = ((0.0, 0.0), (float(max(1, len(points) - 1)), 0.0))
+        chart = line_chart([dots], "prompts, sorted", "difference, tokens a round", guide)
+        figures.append(Figure(f"Each prompt, {pairing.task}, T = {pairing.temperature:g}", chart))
+    return figures
+
+
+def _forest(pairings: Sequence[Pairing]) -> Chart:
+    rows = []
+    for p in pairings:
+        c = p.comparison
+        name = f"{shorten(p.task, 12)}, T = {p.temperature:g}, p = {c.p_value:.3f}"
+        rows.append(Interval(name, c.interval[0], c.difference, c.interval[1], 0))
+    return interval_chart(rows, "difference (tokens a round)", is_difference=True)
+
+
+def _checks(group: of.Group) -> str:
+    lines = "".join(f"<li>{escape(line)}</li>" for line in difference_lines(group.contenders))
+    return of.checks_table(group) + (f'<ul class="note">{lines}</ul>' if lines else "")
+
+
+def _excerpt(evaluation: Evaluation, pieces: Sequence[Piece] | str) -> Part:
+    found = typical_text(evaluation)
+    if isinstance(pieces, str) or found is None:
+        return Part(missing=pieces if isinstance(pieces, str) else NOTHING)
+    (key, shown), whole = found, evaluation.texts[found[0]]
+    where = f"{key.task}, prompt {key.prompt_index}, T = {key.temperature:g}"
+    where += f", the first {LONGEST_TOKENS} tokens" if len(shown.ids_T) < len(whole.ids_T) else ""
+    return Part(html=f"<h3>{text(where)}</h3>{of.excerpt('', pieces)}")
+
+
+def _provenance(evaluation: Evaluation) -> dict[str, object]:
+    report = evaluation.report
+    parts = {"folder": str(evaluation.folder), "target": report.target, "draft": report.draft}
+    return parts | {"settings": report.settings} | dict(report.provenance)
+
+
+def _mean(rounds: Sequence[Round]) -> float:
+    """A text's own mean acceptance length, 0 without a round."""
+    return sum(counts.acceptance_length for counts in rounds) / len(rounds) if rounds else 0.0
+
+
+DRAWN: Sequence[tuple[str, Callable[[Evaluation, Sequence[of.Group]], list[Figure]], str, str]] = (
+    ("Tokens a round", _each(of.lengths), NOTHING, of.LENGTH_NOTE),
+    ("Where a round ends", _each(of.positions), NOTHING, of.POSITION_NOTE),
+    ("Accepted drafts a round", _each(of.histograms), NOTHING, of.HISTOGRAM_NOTE),
+    ("How far confidence can be believed", _each(of.reliability), "no draft says how sure it is", of.CONFIDENCE_NOTE),
+    ("Along the answer", _along, NOTHING, ALONG_NOTE),
+    ("What a round costs", _each(of.costs), "the evaluation kept no times of its phases", of.COST_NOTE),
+    ("Teacher-forced and decoded", _each(of.forced), "no teacher-forced estimate was made", of.FORCED_NOTE),
+    ("Paired differences", _paired, "the evaluation was not run --against another", PAIRED_NOTE),
+)
+"""Title, what draws a run's part, why it may be missing, and the note."""

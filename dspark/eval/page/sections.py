@@ -1,0 +1,249 @@
+"""What a page shows of the contenders on one task: tables, charts, and a text that shows who wrote what."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from dspark.eval.comparison import Contender
+from dspark.eval.confidence import Calibration
+from dspark.eval.measure import Measurement
+from dspark.eval.page.charts import Chart, Interval, Series, bar_chart, interval_chart, line_chart, stack_chart
+from dspark.eval.page.document import Figure, table
+from dspark.eval.page.excerpt import Piece
+from dspark.eval.page.style import NUM_COLOURS
+from dspark.eval.report import interval, number
+
+LENGTH = "acceptance length (tokens a round)"
+RESULT_NOTE = (
+    "Acceptance length: tokens one round commits, the bonus token included, with its 95 % bootstrap interval over "
+    "prompts; plain decoding commits one token a pass. Without bonus: accepted drafts a round. tokens/s: prefill "
+    "included. Times plain: behind the first token."
+)
+LENGTH_NOTE = (
+    "The dot is the mean over all rounds, the line its 95 % interval over prompts. 1 means that no draft helped."
+)
+POSITION_NOTE = (
+    "Survival: share of rounds in which the slot's token was accepted. Conditional: the same among the rounds that "
+    "accepted every slot before it. Slot 0 drafts the token after the anchor."
+)
+HISTOGRAM_NOTE = "How many drafted tokens the rounds accepted; the target's own token comes on top."
+CONFIDENCE_NOTE = (
+    "Each dot holds the drafted tokens whose confidence lies in one tenth, the larger the more; on the dashed line "
+    "confidence equals acceptance. ECE: mean distance from that line. AUROC: how well confidence tells accepted tokens "
+    "from rejected ones. Brier: mean squared error."
+)
+COST_NOTE = (
+    "Wall time of all texts by what was done, divided by the rounds (plain decoding: by its passes, one a token). "
+    "Prefill comes once a prompt and is left out of the bars."
+)
+FORCED_NOTE = (
+    "Teacher-forced: every block is anchored in text that is given, and its acceptance is computed rather than drawn. "
+    "Decoded: what the rounds counted."
+)
+EXCERPT_NOTE = "Marked: drafted and accepted. Plain: the target's own token, one a round. Hover for the round."
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender at one temperature, its colour, and what was measured."""
+
+    name: str
+    colour: int
+    m: Measurement
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contenders on one task, the numbers of their colours, how far axes of lengths go on the page, and the task's
+    label where there are several.
+    """
+
+    contenders: tuple[Contender, ...]
+    palette: Mapping[str, int]
+    longest: float
+    label: str = ""
+
+    def columns(self) -> Iterator[tuple[str, list[Row]]]:
+        """Every temperature in words, and the contenders at it."""
+        for index, first in enumerate(self.contenders[0].measurements):
+            yield (
+                f"T = {first.temperature:g}",
+                [Row(c.name, self.palette[c.name], c.measurements[index]) for c in self.contenders],
+            )
+
+    def title(self, at: str, what: str = "") -> str:
+        """Of a figure."""
+        return ", ".join(part for part in (what, self.label, at) if part)
+
+
+def result_table(group: Group) -> str:
+    """Lengths and speed of the contenders, temperature by temperature."""
+    head = ["acceptance length", "without bonus", "tokens/s", "ms a token, median", "times plain"]
+    bodies = {at: [(row.name, _swatch(row), _cells(row)) for row in rows] for at, rows in group.columns()}
+    return table(group.label, head, bodies)
+
+
+def checks_table(group: Group) -> str:
+    """What speaks against a number: texts in circles, greedy texts that are not plain decoding's."""
+    head = ["texts that end in a loop", "greedy texts unlike plain", "by rounding", "faults"]
+    bodies = {at: [(row.name, _swatch(row), _checks(row.m)) for row in rows] for at, rows in group.columns()}
+    return table(group.label, head, bodies)
+
+
+def lengths(group: Group) -> list[Figure]:
+    """Acceptance lengths with their intervals."""
+    return [
+        Figure(
+            group.title(at),
+            interval_chart(
+                [
+                    Interval(row.name, a.interval[0], a.mean_acceptance_length, a.interval[1], row.colour)
+                    for row in rows
+                    if (a := row.m.acceptance)
+                ],
+                LENGTH,
+                group.longest,
+            ),
+        )
+        for at, rows in group.columns()
+    ]
+
+
+def positions(group: Group) -> list[Figure]:
+    """Both acceptances of every slot."""
+    return [
+        Figure(group.title(at, name.capitalize()), _bars(rows, name))
+        for at, rows in group.columns()
+        for name in ("survival", "conditional")
+    ]
+
+
+def histograms(group: Group) -> list[Figure]:
+    """Shares of rounds with 0, 1, ... accepted drafts."""
+    return [Figure(group.title(at), _bars(rows, "histogram")) for at, rows in group.columns()]
+
+
+def reliability(group: Group) -> list[Figure]:
+    """Confidence against acceptance, where a draft says how sure it is."""
+    figures = []
+    for at, rows in group.columns():
+        judged = [(row, row.m.confidence.overall) for row in rows if row.m.confidence]
+        if judged:
+            curves = [_reliability(row, overall) for row, overall in judged]
+            chart = line_chart(curves, "confidence", "share accepted", ((0.0, 0.0), (1.0, 1.0)))
+            figures.append(Figure(group.title(at), chart))
+    return figures
+
+
+def costs(group: Group) -> list[Figure]:
+    """What a round's time goes into."""
+    figures = []
+    for at, rows in group.columns():
+        bars = [bar for row in rows if (bar := _cost(row))]
+        if bars:
+            figures.append(Figure(group.title(at), stack_chart(bars, "milliseconds a round")))
+    return figures
+
+
+def forced(group: Group) -> list[Figure]:
+    """What was estimated on given text beside what decoding gave."""
+    figures = []
+    for at, rows in group.columns():
+        rivals: list[Interval] = []
+        bars: list[Series] = []
+        for row in rows:
+            a, f = row.m.acceptance, row.m.teacher_forced
+            if a and f:
+                decoded = ("decoded", a.interval, a.mean_acceptance_length, a.survival)
+                estimated = ("teacher-forced", f.interval, f.expected_acceptance_length, f.survival)
+                for kind, (low, high), mean, survival in (decoded, estimated):
+                    name, colour = f"{row.name}, {kind}", len(bars) % NUM_COLOURS
+                    rivals.append(Interval(name, low, mean, high, colour))
+                    bars.append(Series(name, tuple((float(k), share) for k, share in enumerate(survival)), colour))
+        if rivals:
+            num_slots = max(len(series.points) for series in bars)
+            figures.append(Figure(group.title(at, "Length"), interval_chart(rivals, LENGTH, group.longest)))
+            figures.append(Figure(group.title(at, "Survival"), bar_chart(bars, num_slots, "slot", "share of blocks")))
+    return figures
+
+
+def longest(measurements: Iterable[Measurement]) -> float:
+    """The largest acceptance length that an interval holds, at least 2."""
+    return max([2.0, *(m.acceptance.interval[1] for m in measurements if m.acceptance)])
+
+
+def excerpt(prompt: str, pieces: Sequence[Piece]) -> str:
+    """A text whose drafted and accepted pieces are marked."""
+    said = "".join(
+        f'<mark title="round {p.round_index}: drafted">{escape(p.text)}</mark>'
+        if p.is_drafted
+        else f'<span title="round {p.round_index}: the target">{escape(p.text)}</span>'
+        for p in pieces
+    )
+    return f"<pre><s>{escape(prompt)}</s>{said}</pre>"
+
+
+def _swatch(row: Row) -> int | None:
+    return row.colour if row.m.acceptance else None
+
+
+def _cells(row: Row) -> list[str]:
+    a, pace, gain = row.m.acceptance, row.m.timing.time_per_token, row.m.speedup
+    found = ["1", "0"]
+    if a:
+        bounds = f"<small>{interval(a.interval)}</small>"
+        found = [f"<b>{number(a.mean_acceptance_length)}</b>{bounds}", number(a.mean_accepted_drafts)]
+    median = f"{pace.median * 1e3:.3g}" if pace else "-"
+    return [*found, f"{row.m.tokens_per_second:.1f}", median, f"{gain.measured:.2f}" if gain else "-"]
+
+
+def _checks(m: Measurement) -> list[str]:
+    num_looping, counts = round(m.looping_share * m.num_prompts), ["-"] * 3
+    if m.equality:
+        ties = m.equality.mismatches - m.equality.faults
+        counts = [f"{m.equality.mismatches} of {m.num_prompts}", str(ties), _flagged(m.equality.faults, "")]
+    return [_flagged(num_looping, f" of {m.num_prompts}"), *counts]
+
+
+def _flagged(count: int, rest: str) -> str:
+    """A count that should be 0, bold when it is not."""
+    return f"<b>{count}{rest}</b>" if count else f"{count}{rest}"
+
+
+def _bars(rows: Sequence[Row], name: str) -> Chart:
+    """Shares of rounds by slot, or by the number of accepted drafts."""
+    drafted = [(row, a) for row in rows if (a := row.m.acceptance)]
+    is_histogram = name == "histogram"
+    bars = []
+    for row, a in drafted:
+        shares = [count / a.num_rounds for count in a.histogram] if is_histogram else getattr(a, name)
+        points = tuple((float(k), share) for k, share in enumerate(shares) if share is not None)
+        bars.append(Series(row.name, points, row.colour))
+    num_places = max((len(a.survival) for _, a in drafted), default=0) + (is_histogram and bool(drafted))
+    x_label, top = ("accepted drafts", 0.2) if is_histogram else ("slot", 1.0)
+    return bar_chart(bars, num_places, x_label, "share of rounds", top)
+
+
+def _reliability(row: Row, overall: Calibration) -> Series:
+    bins = [(b.mean_confidence, b.acceptance, b.num_slots) for b in overall.bins if b.num_slots]
+    most = max(count for *_, count in bins)
+    return Series(
+        f"{row.name}: ECE {overall.ece:.3f}, AUROC {number(overall.auroc)}, Brier {overall.brier:.3f}",
+        tuple((x, y) for x, y, _ in bins if x is not None and y is not None),
+        row.colour,
+        tuple(f"{count} tokens, confidence {number(x)}, accepted {number(y)}" for x, y, count in bins),
+        tuple(2.5 + 4.5 * (count / most) ** 0.5 for *_, count in bins),
+        is_joined=False,
+    )
+
+
+def _cost(row: Row) -> tuple[str, list[tuple[str, float]]] | None:
+    """A contender's bar: its phases in milliseconds a round."""
+    num_rounds = row.m.acceptance.num_rounds if row.m.acceptance else row.m.new_tokens - row.m.num_prompts
+    if num_rounds <= 0:
+        return None
+    phases = {name: seconds * 1e3 for name, seconds in row.m.timing.phase_seconds.items()}
+    prefill = phases.pop("prefill", 0.0) / row.m.num_prompts
+    parts = [(name, milliseconds / num_rounds) for name, milliseconds in phases.items()]
+    total = sum(milliseconds for _, milliseconds in parts)
+    return f"{row.name}: {total:.3g} ms, prefill {prefill:.3g} ms a prompt", parts

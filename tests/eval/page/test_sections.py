@@ -1,0 +1,98 @@
+"""Every section draws what was measured: as many marks as numbers."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from contenders import CONTENDERS
+
+from dspark.eval.confidence import Bin, Calibration, ConfidenceStatistics
+from dspark.eval.measure import Difference, GreedyEquality
+from dspark.eval.page import sections as of
+from dspark.eval.statistics import TeacherForcedStatistics
+from dspark.eval.timing import Speedup, Spread, Timing
+
+TIMING = Timing(
+    Spread(0.1, 0.1, 0.1),
+    Spread(0.02, 0.0123, 0.1),
+    50.0,
+    {"prefill": 1.0, "draft": 0.5, "verify": 0.25, "commit": 0.125, "other": 0.125},
+)
+FORCED = TeacherForcedStatistics(2.5, (2.0, 3.0), (0.7, 0.5, 0.25, 0.125), 99)
+BINS = (Bin(0.0, 0.5, 0, None, None), Bin(0.5, 0.6, 4, 0.55, 0.5), Bin(0.9, 1.0, 1, 0.95, 1.0))
+SURE = ConfidenceStatistics(Calibration(5, 0.6, 0.6, 0.0512, 0.204, 0.75, BINS), ())
+PALETTE = {contender.name: place for place, contender in enumerate(CONTENDERS)}
+
+
+def group(**fields: Any) -> of.Group:
+    """The contenders; fields are the demo draft's at the first temperature."""
+    plain, untrained, learner, shipped = CONTENDERS
+    first, second = learner.measurements
+    changed = replace(learner, measurements=(replace(first, **fields), second))
+    return of.Group((plain, untrained, changed, shipped), PALETTE, 5.0, "heldout")
+
+
+def count(chart: str, mark: str) -> int:
+    return len(re.findall(f"<{mark} class=", chart))
+
+
+def test_the_table_holds_length_speed_the_median_and_the_gain() -> None:
+    html = of.result_table(group())
+    a = CONTENDERS[2].measurements[0].acceptance
+    assert a
+    low, high = a.interval
+    assert f"<b>{a.mean_acceptance_length:.2f}</b><small>{low:.2f} - {high:.2f}</small>" in html
+    assert f"<td>{a.mean_accepted_drafts:.2f}</td>" in html
+    timed = of.result_table(group(timing=TIMING, speedup=Speedup(2.5, 2.25, 0.95, 0.95)))
+    assert "<td>12.3</td><td>2.25</td>" in timed
+    assert timed.count("<td>-</td>") == 7
+
+
+def test_every_contender_that_drafts_is_a_dot_and_every_share_a_bar() -> None:
+    lengths, positions, histograms = of.lengths(group()), of.positions(group()), of.histograms(group())
+    assert [figure.title for figure in lengths] == ["heldout, T = 0", "heldout, T = 1"]
+    assert [count(figure.chart.body, "circle") for figure in lengths] == [3, 3]
+    drafted = [c.measurements[0].acceptance for c in CONTENDERS[1:]]
+    assert [f.title for f in positions[:2]] == ["Survival, heldout, T = 0", "Conditional, heldout, T = 0"]
+    assert count(positions[0].chart.body, "rect") == sum(len(a.survival) for a in drafted if a)
+    conditional = [share for a in drafted if a for share in a.conditional if share is not None]
+    assert count(positions[1].chart.body, "rect") == len(conditional) < 12
+    assert count(histograms[0].chart.body, "rect") == sum(len(a.histogram) for a in drafted if a)
+    shares = [float(x) for x in re.findall(r"<title>demo draft, accepted.*?: ([\d.]+)<", histograms[0].chart.body)]
+    assert sum(shares) == 1.0
+
+
+def test_confidence_is_a_dot_a_bin_that_holds_any() -> None:
+    assert of.reliability(group()) == []
+    sure = replace(CONTENDERS[2], measurements=(replace(CONTENDERS[2].measurements[0], confidence=SURE),))
+    (figure,) = of.reliability(of.Group((sure,), PALETTE, 5.0))
+    assert count(figure.chart.body, "circle") == 2
+    assert "4 tokens, confidence 0.55, accepted 0.50" in figure.chart.body
+    assert figure.chart.legend == (("demo draft: ECE 0.051, AUROC 0.75, Brier 0.204", 2),)
+
+
+def test_a_round_costs_its_phases_without_prefill() -> None:
+    figure, _ = of.costs(group(timing=TIMING))
+    a = CONTENDERS[2].measurements[0].acceptance
+    assert a
+    assert count(figure.chart.body, "rect") == 3 * 3 + 4
+    assert f"demo draft: {1000 / a.num_rounds:.3g} ms, prefill 500 ms a prompt" in figure.chart.body
+    assert f"<title>draft: {500 / a.num_rounds:.3g}</title>" in figure.chart.body
+
+
+def test_what_was_teacher_forced_stands_beside_what_was_decoded() -> None:
+    assert of.forced(group()) == []
+    lengths, survival = of.forced(group(teacher_forced=FORCED))
+    assert count(lengths.chart.body, "circle") == 2
+    assert "demo draft, teacher-forced: 2.50 (2.00 to 3.00)" in lengths.chart.body
+    assert count(survival.chart.body, "rect") == 8
+
+
+def test_what_speaks_against_a_number_is_bold() -> None:
+    first = CONTENDERS[2].measurements[0]
+    differing = GreedyEquality(2, 1, 1e-3, (Difference(0, 3, 0.5, False), Difference(1, 2, 0.0, True)))
+    html = of.checks_table(
+        of.Group((replace(CONTENDERS[2], measurements=(replace(first, equality=differing),)),), PALETTE, 5.0)
+    )
+    assert "<td><b>1 of 2</b></td><td>2 of 2</td><td>1</td><td><b>1</b></td>" in html
+    assert "<td>-</td><td>-</td><td>-</td>" in of.checks_table(group())
