@@ -35,19 +35,20 @@ FIXED_LENGTHS = {"NEXTN": (3.25,), "DSpark": (3.25, 5.29)}
 """Acceptance lengths of the published runs, at which random weights, whose own mean nothing, are read; and each whole
 window."""
 PUBLISHED = (
-    ("plain", "SGLang, 4 x B200", "3.33", "-", "288", "1", "LMSYS blog 2026-08-21"),
-    ("NEXTN, 5 drafts", "SGLang, 4 x B200", "1.53", "-", "606", "3.25", "LMSYS blog 2026-08-21"),
-    ("DSpark", "SGLang, 4 x B200", "0.78", "0.51", "1120", "9.95 (*)", "LMSYS blog 2026-08-21"),
-    ("NEXTN", "SGLang, 4 x B200", "2.34", "-", "-", "-", "SGLang PR 35861"),
-    ("DSpark", "SGLang, 4 x B200", "0.78", "-", "-", "6.22 (GSM8K)", "SGLang PR 35861"),
-    ("plain", "SGLang, 4 x H20 (128 -> 1024)", "3.35", "-", "290", "1", "runzhliu/aik8s 2026-09-03"),
-    ("NEXTN, 3 drafts", "SGLang, 4 x H20 (128 -> 1024)", "1.91", "-", "443", "-", "runzhliu/aik8s 2026-09-03"),
+    ("plain", "4 B200", "3.33", "-", "288", "1", "1"),
+    ("NEXTN, 5 drafts", "4 B200", "1.53", "-", "606", "3.25", "1"),
+    ("DSpark", "4 B200", "0.78", "0.51", "1120", "9.95 (*)", "1"),
+    ("NEXTN", "4 B200", "2.34", "-", "-", "-", "2"),
+    ("DSpark", "4 B200", "0.78", "-", "-", "6.22 (**)", "2"),
+    ("plain", "4 H20", "3.35", "-", "290", "1", "3"),
+    ("NEXTN, 3 drafts", "4 H20", "1.91", "-", "443", "-", "3"),
 )
-"""Published by others for Ling-3.0-flash in bf16 on four GPUs, one request at a time, greedy, 8192 tokens in and 1024
-out unless said otherwise. Source: specs/verifier-kernels.md 1a (A1, A2, A4, A7)."""
+"""Published by others: SGLang, Ling-3.0-flash in bf16, one request at a time. Source: specs/verifier-kernels.md 1a (A1,
+A2, A4, A7)."""
 PUBLISHED_NOTE = (
-    "(*) more than a block of 8 and its bonus token can commit: another block, or another definition, was used.\n"
-    "These are others' figures on other hardware; nothing here was measured by us."
+    "SGLang, Ling-3.0-flash, bf16, four GPUs, one request at a time; 8192 tokens in and 1024 out, for [3] 128 in.\n"
+    "[1] LMSYS blog, 2026-08-21  [2] github.com/sgl-project/sglang, PR 35861  [3] github.com/runzhliu/aik8s, 2026-09-03\n"
+    "(*) more than a block of 8 and its bonus token can commit: another block or another definition. (**) of GSM8K."
 )
 
 
@@ -170,9 +171,9 @@ def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Draf
 
 def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: int) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
-    table.add_column("decoding")
-    names = ("acceptance\nlength", "round\nms", "first token\nms", "mean\nTPOT ms", "median\nTPOT ms", "tokens\n/s")
-    for name in (*names, f"{ANSWER_TOKENS}-token\nanswer, s"):
+    table.add_column("decoding", no_wrap=True)
+    names = ("accep-\ntance", "round\nms", "first\nms", "TPOT ms\nmean", "\nmedian", "tokens\n/s")
+    for name in (*names, f"{ANSWER_TOKENS}-token\nanswer s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         kind, timing, num_drafts = row["decoding"].split(",")[0], row["measurement"]["timing"], row["num_drafts"]
@@ -188,7 +189,7 @@ def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: 
         for said, mean, median in choices:
             answer = first + (ANSWER_TOKENS - 1) * mean
             speed = new_tokens / (first + (new_tokens - 1) * mean)
-            cells = (said, f"{round_seconds * 1e3:.3f}", f"{first * 1e3:.0f}", f"{mean * 1e3:.3f}")
+            cells = (said, f"{round_seconds * 1e3:.2f}", f"{first * 1e3:.0f}", f"{mean * 1e3:.3f}")
             table.add_row(row["decoding"], *cells, f"{median * 1e3:.3f}", f"{speed:.0f}", f"{answer:.1f}")
     if is_random:
         table.caption = "random weights: rows with a draft are a measured round, read at a stated acceptance length"
@@ -198,8 +199,8 @@ def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: 
 def _published() -> Table:
     table = Table(title="published by others, not measured here", title_justify="left", box=SIMPLE)
     table.caption, table.caption_justify = PUBLISHED_NOTE, "left"
-    for name in ("decoding", "on", "mean TPOT ms", "median", "tokens/s", "acceptance", "source"):
-        table.add_column(name)
+    for name in ("decoding", "GPUs", "TPOT ms\nmean", "\nmedian", "tokens\n/s", "accep-\ntance", "source"):
+        table.add_column(name, no_wrap=True)
     for row in PUBLISHED:
         table.add_row(*row)
     return table
