@@ -40,7 +40,8 @@ def compare(
     watch: Watch,
 ) -> tuple[Contender, ...]:
     """Decode the prompts in each way at each temperature of the plan; ``random`` is (stop_token_ids, seed).
-    ``target`` judges greedy texts: against those of a plain way before them, if there is one, else on their own.
+    ``target`` judges the greedy texts of ways that draft: against those of a plain way before them, if there is one,
+    else on their own.
     Raises: PromptError when every text of a way that drafts stopped at its first token.
     """
     contenders: list[Contender] = []
@@ -58,7 +59,7 @@ def compare(
                     f"all {len(prompts)} texts stopped at their first token; use prompts that the target answers"
                 )
             before = plain[len(answers)] if plain else None
-            if sampling.is_greedy:
+            if sampling.is_greedy and speaker.is_drafting:
                 equality = compare_greedy(target, prompts, texts, sampling, before)
                 measurement = replace(measurement, equality=equality)
             if before and measurement.acceptance:

@@ -199,7 +199,7 @@ def _comparison_table(contenders: Sequence[Contender], title: str) -> Table:
 
 def speed_tables(contenders: Sequence[Contender], title: str) -> list[Table]:
     """A row a contender and temperature: first token, time per token and gain; then where the time went."""
-    speeds = _table(title, ("T", "first", "mean", "median", "p99", "tok/s", "x plain", "predicted"))
+    speeds = _table(title, ("T", "first", "mean", "median", "p99", "tok/s", "gain", "(pred.)"))
     phases = _table(f"{title}: where the time went", ("T", *(group[0] for group in PHASES)))
     for contender in contenders:
         for m in contender.measurements:
@@ -211,8 +211,9 @@ def speed_tables(contenders: Sequence[Contender], title: str) -> list[Table]:
             phases.add_row(contender.name, f"{m.temperature:g}", *_shares(m.timing.phase_seconds))
     speeds.caption = (
         "milliseconds: to the first token (median of texts), then per token (of texts)\n"
-        "predicted: acceptance length / (a round's time in draft and target / a plain step's);\n"
-        "tokens cut off at the end and time spent elsewhere make what was measured of it"
+        "gain: plain decoding's time per token over this one, prefill left out; predicted:\n"
+        "acceptance length / (a round's time in draft and target / a plain step's). What\n"
+        "is missing of it went into tokens cut off at the end and time spent elsewhere."
     )
     return [speeds, phases]
 
@@ -223,7 +224,7 @@ PHASES = (("prefill",), ("draft",), ("verify", "cycle"), ("commit", "update"), (
 
 def _table(title: str, names: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
-    table.add_column("decoding", overflow="fold")
+    table.add_column("decoding", overflow="fold", min_width=14)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table

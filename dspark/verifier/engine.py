@@ -148,9 +148,7 @@ class Verifier:
             check_ids(ids_BT, self.vocab_size)
         self.make_room(num_tokens)
         self.ids_T[:num_tokens].copy_(ids_BT[0])
-        if num_tokens not in self._windows:
-            self._windows[num_tokens] = Captured(lambda: self.read(num_tokens), self.weights.device)
-        self._staged = window = self._windows[num_tokens]()
+        self._staged = window = self._window(num_tokens)()
         return TargetOutput(window.taps_TLD.clone(), window.hidden_TD.clone())
 
     @torch.no_grad()
@@ -178,6 +176,18 @@ class Verifier:
             memory = (self.buffers.history_LWC, self.buffers.state_LHEF)
             call("KDA commit", kda.commit, *window.staged, *memory, count_1, is_chained=self.is_chained)
         call("Length", self.buffers.length_1.add_, count_1)
+
+    def capture(self, most_tokens: int) -> None:
+        """Make ``verify`` of 1 to ``most_tokens`` tokens ready beforehand; what is staged is forgotten."""
+        for num_tokens in range(1, most_tokens + 1):
+            self.make_room(num_tokens)
+            self._window(num_tokens)
+        self.drop_stage()
+
+    def _window(self, num_tokens: int) -> Captured[Window]:
+        if num_tokens not in self._windows:
+            self._windows[num_tokens] = Captured(lambda: self.read(num_tokens), self.weights.device)
+        return self._windows[num_tokens]
 
     def drop_stage(self) -> None:
         """Forget the staged tokens: a commit of them is refused from now on."""

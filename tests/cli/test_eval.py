@@ -69,7 +69,7 @@ def test_baselines_stand_in_one_table_and_the_draft_stays_what_it_is_alone(place
     for name in (*tree["baselines"], "draft"):
         assert re.search(rf"^ +{name} +[1-9]", said, re.MULTILINE), said
         assert not re.search(rf"^ +{name} +[1-9]", alone_said, re.MULTILINE)
-    assert "unlike plain decoding's: plain 0 of 3, untrained 0 of 3, ngram 0 of" in said
+    assert "unlike plain decoding's: untrained 0 of 3, ngram 0 of 3" in said
     assert alone["baselines"] == {}
     pairs = list(zip(tree["measurements"], alone["measurements"], strict=True))
     assert all(together["acceptance"] == single["acceptance"] for together, single in pairs)

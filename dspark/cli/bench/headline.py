@@ -27,27 +27,29 @@ from dspark.verifier import Shard, Verifier, load_mtp, load_weights, make_plan, 
 from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, NoDrafter, draft_weights, random_draft
 from dspark.verifier.plan import free_bytes
 from dspark.verifier.ranks import ALONE, Ranks, start
+from dspark.verifier.timing import replay, uniform_trace
 
 RANDOM = "random"
 ANSWER_TOKENS = 5000
 SLACK_TOKENS = 48
+TRACE_TOKENS = 128
 FIXED_LENGTHS = {"NEXTN": (3.25,), "DSpark": (3.25, 5.29)}
 """Acceptance lengths of the published runs, at which random weights, whose own mean nothing, are read; and each whole
 window."""
 PUBLISHED = (
     ("plain", "4 B200", "3.33", "-", "288", "1", "1"),
-    ("NEXTN, 5 drafts", "4 B200", "1.53", "-", "606", "3.25", "1"),
+    ("NEXTN, 5", "4 B200", "1.53", "-", "606", "3.25", "1"),
     ("DSpark", "4 B200", "0.78", "0.51", "1120", "9.95 (*)", "1"),
     ("NEXTN", "4 B200", "2.34", "-", "-", "-", "2"),
     ("DSpark", "4 B200", "0.78", "-", "-", "6.22 (**)", "2"),
     ("plain", "4 H20", "3.35", "-", "290", "1", "3"),
-    ("NEXTN, 3 drafts", "4 H20", "1.91", "-", "443", "-", "3"),
+    ("NEXTN, 3", "4 H20", "1.91", "-", "443", "-", "3"),
 )
 """Published by others: SGLang, Ling-3.0-flash in bf16, one request at a time. Source: specs/verifier-kernels.md 1a (A1,
 A2, A4, A7)."""
 PUBLISHED_NOTE = (
     "SGLang, Ling-3.0-flash, bf16, four GPUs, one request at a time; 8192 tokens in and 1024 out, for [3] 128 in.\n"
-    "[1] LMSYS blog, 2026-08-21  [2] github.com/sgl-project/sglang, PR 35861  [3] github.com/runzhliu/aik8s, 2026-09-03\n"
+    "[1] LMSYS blog, 2026-08-21  [2] github.com/sgl-project/sglang, PR 35861  [3] github.com/runzhliu/aik8s\n"
     "(*) more than a block of 8 and its bonus token can commit: another block or another definition. (**) of GSM8K."
 )
 
@@ -83,9 +85,9 @@ def headline(
 ) -> None:
     """Decode the field's fixed workload plainly, with NEXTN and with DSpark: one request at a time, greedy, bf16.
 
-    With random weights no acceptance length means anything: a round's time is measured, and the time per token is given
-    at the published acceptance lengths and at that of a whole window. Needs a CUDA GPU of compute capability 9.0 or
-    10.0.
+    With random weights no acceptance length means anything: a round's time is measured, its experts visited evenly, and
+    the time per token is given at the published acceptance lengths and at that of a whole window. Needs a CUDA GPU of
+    compute capability 9.0 or 10.0.
     """
     if tp > 1 and emulate_tp > 1:
         raise ConfigError("--tp measures ranks that work together, --emulate-tp one of them alone; give only one")
@@ -129,6 +131,9 @@ def run(ranks: Ranks, job: Job) -> None:
         weights = load_weights(job.folder, shard, DTYPE, DEVICE)
     made = load_run(run_file(job.target)).draft if job.draft == RANDOM else read_draft_config(Path(job.draft))
     verifier = Verifier(weights, capacity_tokens, made.target_layer_ids, ranks=ranks)
+    if is_random:  # its text says one thing again and again, which few experts are visited for: routed evenly instead
+        trace_NLK = uniform_trace(config, TRACE_TOKENS, SEED)
+        report["routing"] = [replay(verifier, trace_NLK, 1 + n) for n in (0, *job.mtp, made.block_size)]
     generator = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(config.vocab_size, (job.num_prompts, prompt_tokens), generator=generator)
     for name, make in _ways(job, verifier):
@@ -158,7 +163,7 @@ def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Draf
             random_mtp(config, shard, DTYPE, SEED, DEVICE) if is_random else load_mtp(job.folder, shard, DTYPE, DEVICE)
         )
         for number in job.mtp:
-            yield f"NEXTN, {number} drafts", partial(MtpDrafter, verifier, mtp, number)
+            yield f"NEXTN, {number}", partial(MtpDrafter, verifier, mtp, number)
     if job.draft == RANDOM:
         draft = random_draft(load_run(run_file(job.target)).draft, DTYPE, DEVICE, SEED)
     else:
@@ -166,14 +171,13 @@ def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Draf
     block_size = draft.config.block_size
     weights = draft_weights(draft, shard, DTYPE, DEVICE)
     del draft
-    yield f"DSpark, {block_size} drafts", partial(BlockDrafter, verifier, weights, block_size)
+    yield f"DSpark, {block_size}", partial(BlockDrafter, verifier, weights, block_size)
 
 
 def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: int) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
     table.add_column("decoding", no_wrap=True)
-    names = ("accep-\ntance", "round\nms", "first\nms", "TPOT ms\nmean", "\nmedian", "tokens\n/s")
-    for name in (*names, f"{ANSWER_TOKENS}-token\nanswer s"):
+    for name in ("length", "round", "first", "TPOT", "median", "tokens/s", "answer"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         kind, timing, num_drafts = row["decoding"].split(",")[0], row["measurement"]["timing"], row["num_drafts"]
@@ -191,15 +195,22 @@ def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: 
             speed = new_tokens / (first + (new_tokens - 1) * mean)
             cells = (said, f"{round_seconds * 1e3:.2f}", f"{first * 1e3:.0f}", f"{mean * 1e3:.3f}")
             table.add_row(row["decoding"], *cells, f"{median * 1e3:.3f}", f"{speed:.0f}", f"{answer:.1f}")
+    table.caption = (
+        "decoding, and its drafts a round; length: acceptance length; milliseconds of a round, to the\n"
+        f"first token and per token (mean, median of texts); seconds of a {ANSWER_TOKENS}-token answer"
+    )
     if is_random:
-        table.caption = "random weights: rows with a draft are a measured round, read at a stated acceptance length"
+        table.caption += (
+            "\nrandom weights, experts visited evenly: a row with a draft is a round as measured, read at\n"
+            "an acceptance length that others published, or at that of a whole window"
+        )
     return table
 
 
 def _published() -> Table:
     table = Table(title="published by others, not measured here", title_justify="left", box=SIMPLE)
     table.caption, table.caption_justify = PUBLISHED_NOTE, "left"
-    for name in ("decoding", "GPUs", "TPOT ms\nmean", "\nmedian", "tokens\n/s", "accep-\ntance", "source"):
+    for name in ("decoding", "GPUs", "TPOT", "median", "tokens/s", "length", "source"):
         table.add_column(name, no_wrap=True)
     for row in PUBLISHED:
         table.add_row(*row)

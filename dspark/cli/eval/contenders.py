@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.cli.identity import Pair
-from dspark.decode.drafter import LookupDrafter, ModelDrafter
+from dspark.decode.drafter import Draft, LookupDrafter, ModelDrafter
 from dspark.decode.engine import CycleSpeaker
 from dspark.decode.generation import DraftSpeaker, PlainSpeaker
 from dspark.decode.speaking import Speaker
@@ -21,7 +21,8 @@ from dspark.types import Target
 from dspark.verifier import Verifier, load_mtp
 from dspark.verifier.drafting import BlockDrafter, Drafter, DraftWeights, MtpDrafter, NoDrafter, draft_weights
 
-PLAIN = "plain"
+PLAIN, HOST = "plain", ("ngram", "confidence", "budget")
+"""``HOST``: ways whose blocks have any length, so that the host sees each round through."""
 FORMS = "plain, ngram, untrained, mtp:N, drafts:N, confidence:P, budget:N or a draft's folder"
 
 
@@ -66,15 +67,14 @@ class Models:
     def _speaker(self, name: str) -> Speaker:
         kind, _, value = name.partition(":")
         target, config = self.target, self.draft.config
-        host = partial(DraftSpeaker, target)
         makers: dict[str, Callable[[], Speaker]] = {
             PLAIN: lambda: self._on(NoDrafter) if isinstance(target, Verifier) else PlainSpeaker(target),
-            "ngram": lambda: host(partial(LookupDrafter, config.block_size, config.vocab_size)),
+            "ngram": lambda: self._on_host(partial(LookupDrafter, config.block_size, config.vocab_size)),
             "untrained": lambda: self._drafted(target, self._untrained()),
             "mtp": lambda: self._mtp(int(value)),
             "drafts": lambda: self._drafted(target, self.draft, int(value)),
-            "confidence": lambda: host(partial(ModelDrafter, self.draft, float(value))),
-            "budget": lambda: host(self.draft, int(value)),
+            "confidence": lambda: self._on_host(partial(ModelDrafter, self.draft, float(value))),
+            "budget": lambda: self._on_host(self.draft, int(value)),
         }
         return makers.get(kind, lambda: self._from_folder(Path(name)))()
 
@@ -83,6 +83,12 @@ class Models:
         own = verifier or self.target
         assert isinstance(own, Verifier)
         return CycleSpeaker(own, make(own))
+
+    def _on_host(self, draft: Draft, budget: int | None = None) -> Speaker:
+        """Rounds that the host sees through, on the verifier too: no graph holds blocks of any length."""
+        if isinstance(self.target, Verifier):
+            self.target.capture(self.draft.config.block_size + 1)
+        return DraftSpeaker(self.target, draft, budget)
 
     def _drafted(self, target: Target[Any], draft: DraftModel, num_drafts: int | None = None) -> Speaker:
         if not isinstance(target, Verifier):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dspark.cli.eval.contenders import Models
+from dspark.cli.eval.contenders import HOST, Models
 from dspark.cli.identity import Pair, find_pair
 from dspark.cli.terminal import text_progress
 from dspark.config import EvalSection, TargetSection
@@ -219,6 +219,9 @@ def _show(
         if len(group) > 1:
             console.print(*comparison_tables(group, title))
         console.print(*speed_tables(group, report.machine()))
+        on_host = [c.name for c in group if c.name.partition(":")[0] in HOST]
+        if report.settings["engine"] == VERIFIER and on_host:
+            console.print(f"rounds seen through by the host, which costs time: {', '.join(on_host)}", highlight=False)
         for line in difference_lines(group):
             console.print(line, highlight=False)
     if report.pairings:

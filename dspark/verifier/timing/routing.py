@@ -39,6 +39,13 @@ def read_trace(path: Path, config: TargetConfig, num_tokens: int) -> torch.Tenso
     return ids_NLK
 
 
+def uniform_trace(config: TargetConfig, num_tokens: int, seed: int) -> torch.Tensor:
+    """Different experts drawn evenly for every token and mixture layer: ids_NLK int64, as ``read_trace`` gives them."""
+    layers = sum(map(config.is_moe, range(config.num_hidden_layers)))
+    chance_NLX = torch.rand(num_tokens, layers, config.num_experts, generator=torch.Generator().manual_seed(seed))
+    return chance_NLX.topk(config.num_experts_per_tok).indices.sort().values
+
+
 def replay(verifier: Verifier, trace_NLK: torch.Tensor, num_tokens: int) -> dict[str, float]:
     """Route windows as the one of the trace whose visits are the median of all, with equal weights of the usual sum.
 
