@@ -190,6 +190,8 @@ class EvalSection(Section):
     """Draw from the fewest tokens whose mass reaches this; 1 is off."""
     batch_size: PositiveInt = 1
     """Texts decoded in step."""
+    turns: PositiveInt = 1
+    """User turns at most; later ones follow the draft's own answers."""
 
 
 class RunConfig(Section):

@@ -11,8 +11,8 @@ from dspark.errors import PromptError
 
 RowT = TypeVar("RowT")
 EncodedT = TypeVar("EncodedT")
-_EXPECTED = "expected a row with 'messages', 'prompt' or 'text'"
-_KINDS = ("messages", "conversations", "prompt", "text")
+_EXPECTED = "expected a row with 'messages', 'prompt', 'turns' or 'text'"
+_KINDS = ("messages", "conversations", "prompt", "turns", "text")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _NUM_NAMED = 3
 
@@ -21,12 +21,14 @@ _NUM_NAMED = 3
 class Conversation:
     """Either the messages of a chat or one plain text, and the row (``index``, from 1) of ``source`` that it came from.
     Each message holds at least ``role`` and ``content``, both text; other keys reach the chat template untouched.
+    ``later_turns``: what the user says after the target's own answer, and after the next one.
     """
 
     source: str
     index: int
     messages: tuple[dict[str, Any], ...] = ()
     text: str | None = None
+    later_turns: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -38,8 +40,9 @@ def read_conversations(sources: Sequence[str], split: str, limit: int | None = N
     """The first ``limit`` conversations of ``sources``, in order.
 
     A source ending in ``.jsonl`` or ``.parquet`` is a file; any other is a hub data set, of which ``split`` is read. A
-    row holds ``messages`` (or ``conversations`` with from and value), or a ``prompt`` (one user message), or plain
-    ``text``; the first of these that is present counts.
+    row holds ``messages`` (or ``conversations`` with from and value), or a ``prompt`` (one user message), or ``turns``
+    (several, each said after the target's answer to the one before), or plain ``text``; the first of these that is
+    present counts.
     Raises: PromptError naming source and line for a missing file, a row that is not JSON, or a row without text.
     """
     rows = ((source, index, row) for source in sources for index, row in _rows(source, split))
@@ -126,8 +129,12 @@ def _conversation(source: str, index: int, row: Any) -> Conversation:
     kind = next((kind for kind in _KINDS if row.get(kind) is not None), None)
     if kind is None:
         raise PromptError(f"{place}: found the keys {sorted(row)}; {_EXPECTED}")
-    value = row[kind]
-    if kind in {"prompt", "text"}:
+    value, later = row[kind], list[str]()
+    if kind == "turns":
+        if not isinstance(value, list) or not value or not all(isinstance(turn, str) for turn in value):
+            raise PromptError(f"{place}: turns is {value!r:.80}; expected a list of texts")
+        value, *later = value
+    if kind in {"prompt", "turns", "text"}:
         if not isinstance(value, str):
             raise PromptError(f"{place}: {kind} is {type(value).__name__}; expected text")
         if kind == "text":
@@ -135,7 +142,8 @@ def _conversation(source: str, index: int, row: Any) -> Conversation:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise PromptError(f"{place}: {kind} is {type(value).__name__}; expected a list of messages")
-    return Conversation(source, index, tuple(_message(place, turn, item) for turn, item in enumerate(value, 1)))
+    messages = tuple(_message(place, turn, item) for turn, item in enumerate(value, 1))
+    return Conversation(source, index, messages, later_turns=tuple(later))
 
 
 def _message(place: str, turn: int, item: Any) -> dict[str, Any]:

@@ -48,12 +48,13 @@ class EvalReport:
         return f"{settings.get('engine', 'reference')} on {place}, {settings.get('batch_size', 1)} at a time"
 
     def mean_acceptance_lengths(self) -> dict[str, float]:
-        """Macro mean over real tasks at each temperature, without the texts that loop, for they flatter a draft.
+        """Macro mean over real tasks (first turns) at each temperature, without the texts that loop, which flatter.
         Source: DeepSpec (dspark.md 7.1), which leaves no loops out.
         """
         lengths: dict[str, list[float]] = {}
         for m in self.measurements:
-            if m.mean_acceptance_length_without_loops and self.label(m.task) == m.task:
+            is_first = m.task in self.settings.get("prompts", {m.task: None})
+            if m.mean_acceptance_length_without_loops and is_first and self.label(m.task) == m.task:
                 lengths.setdefault(f"{m.temperature:g}", []).append(m.mean_acceptance_length_without_loops)
         return {temperature: sum(found) / len(found) for temperature, found in lengths.items()}
 

@@ -45,7 +45,8 @@ class TaskSource(Section):
 
     ``source`` is a file of the repository, the import name of a package, or a hub data set. ``data_files`` are the
     .jsonl and .parquet files read from it; a package without any has ``data.read_problems()``. ``prompt`` is a format
-    string over a row's fields; ``prompt_without`` replaces it for rows where the named field is empty.
+    string over a row's fields; ``prompt_without`` replaces it for rows where the named field is empty. ``later_turns``
+    are those of the user turns that follow the target's answers.
     """
 
     reads: Literal["file", "package", "hub"]
@@ -57,6 +58,7 @@ class TaskSource(Section):
     """How many rows there are; another number is refused, so that no other set is measured under this name."""
     prompt: str = "{prompt}"
     prompt_without: Mapping[str, str] = Field(default_factory=dict)
+    later_turns: tuple[str, ...] = ()
     licence: str = "not stated"
 
     @model_validator(mode="after")
@@ -91,6 +93,7 @@ class TaskDefinition(TaskSource):
 class TaskPrompts:
     """What a task measures: int64 ids [T] of each prompt, and, to stand beside every number, where they come from and
     whether they are synthetic. ``is_endless``: no stop token ends its texts, so that all have max_new_tokens.
+    ``conversations``: what the ids were made of, () for synthetic ones.
     """
 
     name: str
@@ -98,6 +101,7 @@ class TaskPrompts:
     origin: str
     is_synthetic: bool = False
     is_endless: bool = False
+    conversations: tuple[Conversation, ...] = ()
 
     @property
     def label(self) -> str:
@@ -147,7 +151,7 @@ def load_prompts(
                 raise PromptError(
                     f"{conversation.place}: {len(ids_T)} tokens; the draft has positions for {max_tokens}"
                 )
-        return TaskPrompts(name, ids, origin)
+        return TaskPrompts(name, ids, origin, conversations=conversations)
     kind, length, file = synthetic
     if max_tokens is not None and length > max_tokens:
         raise ConfigError(f"task {name}: {length} tokens; the draft has positions for {max_tokens}; ask for less")
@@ -214,8 +218,11 @@ def _conversations(name: str, source: TaskSource) -> list[Conversation]:
     else:
         rows = _package_rows(source) if source.reads == "package" else _hub_rows(source)
         # Filled as they come: rows of livecodebench hold gigabytes of tests beside their question.
-        turns = ({"role": "user", "content": _fill(name, source, row)} for row in rows)
-        found = [Conversation(name, index, (turn,)) for index, turn in enumerate(turns, 1)]
+        turns = (_fill(name, source, row) for row in rows)
+        found = [
+            Conversation(name, index, ({"role": "user", "content": first},), later_turns=tuple(later))
+            for index, (first, *later) in enumerate(turns, 1)
+        ]
     if not found:
         raise PromptError(f"task {name}: {source.source} holds no prompts")
     if source.num_rows not in {None, len(found)}:
@@ -268,10 +275,11 @@ def _rows_of(paths: Iterable[str]) -> Iterator[Mapping[str, Any]]:
         yield from (row for _, row in read_rows(path))
 
 
-def _fill(name: str, source: TaskSource, row: Mapping[str, Any]) -> str:
+def _fill(name: str, source: TaskSource, row: Mapping[str, Any]) -> list[str]:
+    """The user turns of a row."""
     without = (prompt for field, prompt in source.prompt_without.items() if not row.get(field))
     try:
-        return next(without, source.prompt).format(**row)
+        return [turn.format(**row) for turn in (next(without, source.prompt), *source.later_turns)]
     except (KeyError, IndexError) as error:
         raise PromptError(f"task {name}: a row of the data has no {error}; its fields are {', '.join(row)}") from error
 

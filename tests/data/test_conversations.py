@@ -53,7 +53,7 @@ def test_the_limit_counts_over_all_sources_and_blank_lines_keep_their_number(tmp
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"prompt": ', ["not valid JSON", "'messages', 'prompt' or 'text'"]),
+        ('{"prompt": ', ["not valid JSON", "'messages', 'prompt', 'turns' or 'text'"]),
         ("[1]", ["found list"]),
         ('{"question": "a"}', ["found the keys ['question']"]),
         ('{"prompt": 3}', ["prompt is int", "expected text"]),

@@ -18,6 +18,7 @@ from dspark.verifier.ranks import ALONE, start
 
 BASELINES_HELP = f"Compare with {FORMS}, separated by commas."
 TASKS_HELP = f"Separated by commas: {', '.join(task_names())}, random:LENGTH, long:LENGTH, .jsonl or .parquet files."
+TURNS_HELP = "Of conversations with several (mt-bench, rows with 'turns'), after the draft's own answers.  [default: 1]"
 OUT_HELP = "Keep every text, the rounds and the report in this folder; a run that was stopped goes on there."
 AGAINST_HELP = "The folder of an earlier one: also compare the two drafts prompt by prompt."
 ENGINE_HELP = "verifier (Ling-3.0 on our kernels, one text at a time) or reference.  [default: verifier on a GPU]"
@@ -34,6 +35,7 @@ def evaluate(
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Of each task, the first ones.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of each prompt.  [default: 2048]")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Texts decoded in step.  [default: 1]")] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help=TURNS_HELP)] = None,
     baselines: Annotated[str | None, typer.Option(help=BASELINES_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float32 or float64.")] = None,
     device: Device = DEFAULT_DEVICE,
@@ -60,6 +62,7 @@ def evaluate(
         check_writable(out, "--out")
     given = load_run(config) if config else None
     listed = {"tasks": _listed(tasks), "temperatures": _listed(temperatures), "batch_size": batch_size}
+    listed |= {"turns": turns}
     limits = {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
     plan, chosen = _plan(given, listed | limits), choose_target(given, target, dtype, device)
     names = contender_names(baselines)

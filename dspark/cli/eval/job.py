@@ -2,10 +2,9 @@
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import torch
 from rich.console import Console
 
 from dspark.cli.eval.contenders import HOST, Models
+from dspark.cli.eval.match import Match, Texts
 from dspark.cli.identity import Pair, find_pair
-from dspark.cli.terminal import text_progress
 from dspark.config import EvalSection, TargetSection
 from dspark.data.chat import ChatFormat
 from dspark.errors import ConfigError, DsparkError
-from dspark.eval.comparison import Contender, compare, draws, expect
-from dspark.eval.measure import Decode, DecodedText, Each, Measurement
+from dspark.eval.comparison import Contender
+from dspark.eval.measure import DecodedText, Measurement
 from dspark.eval.pairing import DRAFT, REPORT_FILE, ROUNDS_FILE, Opponent, find_opponent, pair_up
 from dspark.eval.records import JOURNAL_FILE, Journal, TextKey, open_journal, read_texts, write_rounds
 from dspark.eval.report import (
@@ -43,6 +42,9 @@ from dspark.verifier.ranks import Ranks
 REFERENCE, VERIFIER = "reference", "verifier"
 SLACK_TOKENS = 48
 """Behind the longest text: two windows under way, and what a round commits beyond max_new_tokens."""
+
+TURN_TOKENS = 64
+"""What a chat template writes around a turn and its answer, at most."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,11 @@ def run(ranks: Ranks, job: Job) -> None:
         models = _load(ranks, job, pair, prompts)
         speakers = models.speakers(job.baselines)
         texts = Texts(_known(ranks, job), journal, is_shown=ranks.rank == 0)
-        contenders = {}
+        contenders: dict[str, tuple[Contender, ...]] = {}
         for name, found in prompts.items():
             stop_ids = () if found.is_endless else pair.facts.stop_token_ids
-            part = plan.model_copy(update={"tasks": (name,)})
-            group = compare(speakers, models.target, found.ids, part, (stop_ids, seed), partial(texts.watch, name))
-            sampling = [draws(plan, temperature, stop_ids) for temperature in plan.temperatures]
-            own = expect(group[-1], (models.target, models.draft), found.ids, sampling)
-            contenders[name] = (*group[:-1], own)
+            match = Match(speakers, models, plan, stop_ids, seed, texts)
+            contenders |= match.of_task(name, found, chat)
         if ranks.rank == 0:
             rounds = {key: text.rounds for key, text in texts.kept.items()}
             pairings = pair_up(rounds, opponent) if opponent else ()
@@ -159,40 +158,16 @@ def _load(ranks: Ranks, job: Job, pair: Pair, prompts: Mapping[str, TaskPrompts]
     target: Target[Any]
     if job.engine == VERIFIER:
         longest = max(len(ids_T) for found in prompts.values() for ids_T in found.ids)
+        said = [turn for found in prompts.values() for c in found.conversations for turn in c.later_turns]
+        most = max((len(pair.tokenizer(turn).input_ids) for turn in said), default=0) + TURN_TOKENS
         capacity = longest + job.plan.max_new_tokens + SLACK_TOKENS
+        capacity += (job.plan.turns - 1) * (most + job.plan.max_new_tokens) if said else 0
         target = Verifier.load(pair.folder, capacity, layers, dtype, job.device, ranks)
     else:
         target = load_target(pair.folder, target_layer_ids=layers, dtype=dtype, device=job.device)
     tables = (target.embedding_VD, target.head_VD)
     draft = read_draft(pair.place, tables, dtype=dtype, device=job.device)
     return Models(pair, target, draft, job.seeds[1])
-
-
-class Texts:
-    """The texts of an evaluation: those in the journal are taken from it, others are decoded and go into it."""
-
-    def __init__(self, known: Mapping[TextKey, DecodedText], journal: Journal | None, is_shown: bool) -> None:
-        self.kept: dict[TextKey, DecodedText] = {}
-        self._known, self._journal, self._is_shown = journal.texts if journal else known, journal, is_shown
-
-    @contextmanager
-    def watch(self, task: str, name: str, temperature: float, total: int) -> Iterator[Each]:
-        """As ``compare`` asks for it."""
-        with text_progress(f"{task}, {name}, T = {temperature:g}", total, self._is_shown) as advance:
-
-            def each(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
-                keys = {number: TextKey(task, temperature, name, number) for number in numbers}
-                lacking = [number for number in numbers if keys[number] not in self._known]
-                new = dict(zip(lacking, decode(lacking), strict=True)) if lacking else {}
-                found = [new[number] if number in new else self._known[keys[number]] for number in numbers]
-                for number, text in zip(numbers, found, strict=True):
-                    if self._journal and number in new:
-                        self._journal.append(keys[number], text)
-                    self.kept[keys[number]] = text
-                    advance(text)
-                return found
-
-            yield each
 
 
 def _measured(group: Sequence[Contender]) -> tuple[Measurement, ...]:
