@@ -70,9 +70,10 @@ class DraftSpeaker(Generic[CacheT]):
     """Speculative decoding: a round of every open text a step, drafted one after the other, verified in one pass.
 
     Each text has a drafter and uniforms of its own, so it and its rounds do not depend on the other rows but for the
-    rounding of the target's batched arithmetic, unless a ``budget`` is given: then at most so many drafted tokens are
-    verified in a pass, those most likely to be accepted (``share``), and a text's rounds, not its law, depend on who
-    competes. Phases: prefill, draft, verify (the choice of what is kept included), commit, other.
+    rounding of the target's batched arithmetic. With a ``budget`` at most so many drafted tokens are verified in a
+    pass, those that most likely survive (``share``); then a text's rounds, not its law, depend on who competes, as long
+    as the rows' uniforms are independent. Phases: prefill, draft, verify (with the choice of what is kept), commit,
+    other.
     Raises: ValueError for a budget below 0.
     """
 
@@ -96,23 +97,29 @@ class DraftSpeaker(Generic[CacheT]):
         if not prompts:
             return
         stopwatch.lap("other")
-        drafters = [self._drafter() for _ in prompts]
-        cache, output = self.target.prefill(prompts)
-        first_ids = _first_ids(self.target, output, prompts, sampling, uniforms).tolist()
+        cache, texts = self._begin(prompts, sampling, uniforms)
         stopwatch.lap("prefill")
-        taps = torch.split(output.taps_NLD, [len(prompt_ids_T) for prompt_ids_T in prompts])
-        starts = zip(drafters, prompts, taps, first_ids, strict=True)
-        texts = [_Text(drafter, prompt.tolist(), taps_TLD, [new_id]) for drafter, prompt, taps_TLD, new_id in starts]
-        yield [Spoken(row, [new_id], None) for row, new_id in enumerate(first_ids)]
+        yield [Spoken(row, text.ids[:], None) for row, text in enumerate(texts)]
         while True:
             stopwatch.lap("other")
             still = {row: text for row, text in enumerate(texts) if text.is_open(sampling)}
             if not still:
                 return
-            blocks = self._cut({row: text.draft(sampling, uniforms[row]) for row, text in still.items()})
+            blocks = self.cut({row: text.draft(sampling, uniforms[row]) for row, text in still.items()})
             stopwatch.lap("draft")
             verified = verify_blocks(self.target, cache, blocks, sampling, uniforms, stopwatch.lap)
             yield [Spoken(row, *text.take(verified[row], sampling)) for row, text in still.items()]
+
+    def _begin(
+        self, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
+    ) -> tuple[CacheT, list["_Text"]]:
+        """The prompts' cache, and the texts with their first token."""
+        drafters = [self._drafter() for _ in prompts]
+        cache, output = self.target.prefill(prompts)
+        first_ids = _first_ids(self.target, output, prompts, sampling, uniforms).tolist()
+        taps = torch.split(output.taps_NLD, [len(prompt_ids_T) for prompt_ids_T in prompts])
+        parts = zip(drafters, prompts, taps, first_ids, strict=True)
+        return cache, [_Text(drafter, ids_T.tolist(), taps_TLD, [new_id]) for drafter, ids_T, taps_TLD, new_id in parts]
 
     def _drafter(self) -> Drafter:
         drafter = ModelDrafter(self.draft) if isinstance(self.draft, DraftModel) else self.draft()
@@ -121,7 +128,8 @@ class DraftSpeaker(Generic[CacheT]):
             raise DraftMismatchError(f"a budget of {self.budget} drafted tokens needs a draft with a confidence head")
         return drafter
 
-    def _cut(self, blocks: dict[int, Block]) -> dict[int, Block]:
+    def cut(self, blocks: dict[int, Block]) -> dict[int, Block]:
+        """The blocks of a step without what the budget leaves out."""
         if self.budget is None:
             return blocks
         counts = share([block.confidences for block in blocks.values()], self.budget)

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import TableTarget, chi_square_p_value
+from toy import TableTarget, chi_square_p_value, toy_pair
 
-from dspark.decode.drafter import Drafter, LookupDrafter, look_up
+from dspark.decode.drafter import Drafter, LookupDrafter, ModelDrafter, look_up
 from dspark.decode.generation import generate, speculate
 from dspark.decode.round import Block
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms, token_probs
+from dspark.errors import DraftMismatchError
 
 NO_TAPS = torch.empty(1, 0, 0)
 
@@ -137,3 +138,36 @@ def test_text_has_the_law_of_the_target(sampling: Sampling) -> None:
 
 def test_rows_that_are_not_what_was_drawn_from_break_the_law() -> None:
     assert p_value(Doubtful, SAMPLINGS[0]) < 1e-6
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_a_narrow_draft_proposes_and_verifies_no_more_than_it_draws(num_drafts: int) -> None:
+    target, draft = toy_pair()
+    taken: list[int] = []
+    numbers = row_uniforms(1, 0)
+    uniforms = lambda: taken.append(1) or numbers()  # type: ignore[func-returns-value]  # noqa: E731
+    text = speculate(
+        target, partial(ModelDrafter, draft, 0.0, num_drafts), torch.tensor([2]), Sampling(1.0, 9), uniforms
+    )
+    assert {(counts.num_proposed, len(counts.confidence_logits)) for counts in text.rounds} == {
+        (num_drafts, num_drafts)
+    }
+    assert set(target.verified_tokens) == {num_drafts + 1}
+    assert len(taken) == 1 + len(text.rounds) * (2 * num_drafts + 1)
+
+
+def test_all_drafts_are_the_whole_block() -> None:
+    target, draft = toy_pair()
+    given = (torch.tensor([2]), Sampling(1.0, 40))
+    makes = [draft, partial(ModelDrafter, draft, 0.0, draft.config.block_size), partial(ModelDrafter, draft)]
+    texts = [speculate(target, make, *given, row_uniforms(1, 0)) for make in makes]
+    assert texts[0].ids_T.tolist() == texts[1].ids_T.tolist() == texts[2].ids_T.tolist()
+    assert texts[0].rounds == texts[1].rounds == texts[2].rounds
+
+
+@pytest.mark.parametrize("num_drafts", [0, -1, 4])
+def test_more_drafts_than_a_block_or_none_are_refused(num_drafts: int) -> None:
+    with pytest.raises(
+        DraftMismatchError, match=f"num_drafts must be 1 to 3, the draft's block size, got {num_drafts}"
+    ):
+        ModelDrafter(toy_pair()[1], num_drafts=num_drafts)

@@ -5,7 +5,7 @@ computed once for each text that follows them, and the draft is asked for two sl
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ import torch
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode import round as round_module
 from dspark.decode.acceptance import accept
-from dspark.decode.generation import generate
+from dspark.decode.generation import DraftSpeaker, generate
 from dspark.decode.round import Block, draw_block, verify_blocks
 from dspark.decode.sampling import Sampling, Uniforms, draw, row_uniforms, token_probs
 from dspark.draft.model import DraftModel
@@ -48,6 +48,7 @@ class Place:
     ids_T: torch.Tensor
     draft_rows: dict[Text, torch.Tensor] = field(default_factory=dict)
     target_rows: dict[Text, torch.Tensor] = field(default_factory=dict)
+    confidence_rows: dict[Text, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def context(self) -> ContextCache:
@@ -61,8 +62,9 @@ class Place:
         for slot in range(NUM_SLOTS):
             if tuple(ids) not in self.draft_rows:
                 said = iter([*ids, *[0] * NUM_SLOTS])
-                rows_KV = propose(draft, context, anchor_id, lambda _, said=said: next(said)).logits_KV
-                self.draft_rows[tuple(ids)] = rows_KV[slot]
+                proposal = propose(draft, context, anchor_id, lambda _, said=said: next(said))
+                self.draft_rows[tuple(ids)] = proposal.logits_KV[slot]
+                self.confidence_rows[tuple(ids)] = cast(torch.Tensor, proposal.confidence_logits_K)[slot]
             ids.append(pick(self.draft_rows[tuple(ids)]))
         return Proposal(torch.tensor(ids), torch.empty(NUM_SLOTS, 0), None)
 
@@ -152,17 +154,18 @@ def p_value(statistic: float, freedom: int) -> float:
     return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
-def p_values(many: Sequence[Rounds]) -> tuple[float, float]:
+def p_values(many: Sequence[Rounds], committed: Sequence[Counter[Text]] | None = None) -> tuple[float, float]:
     """Two chi-square tests of all that was committed, each token against the target's law after the text before it.
+    ``committed``: None for what each of the rounds commits alone.
 
     The first has a bin a token, those that are expected fewer than five times pooled. The second has two: tokens that
     the draft proposes more often than the target says them, and the others. It hears a wrong rate of acceptance, which
     moves tokens from one to the other and which the many bins of the first would drown in noise.
     """
     tokens, freedom, sides, places = 0.0, 0, 0.0, 0
-    for rounds in many:
+    for rounds, found_texts in zip(many, committed or [rounds.commit() for rounds in many], strict=True):
         moved, variance = [0.0] * NUM_SLOTS, [0.0] * NUM_SLOTS
-        for text, counts_V, probs_V in rounds.nodes(rounds.commit()):
+        for text, counts_V, probs_V in rounds.nodes(found_texts):
             expected_V = probs_V / probs_V.sum() * counts_V.sum()
             assert not counts_V[probs_V == 0].any(), "a token that the target never says"
             is_rare_V = expected_V < 5
@@ -179,8 +182,9 @@ def p_values(many: Sequence[Rounds]) -> tuple[float, float]:
                 share = float(probs_V[is_over_V].sum() / probs_V.sum())
                 moved[len(text)] += float(counts_V[is_over_V].sum() - share * counts_V.sum())
                 variance[len(text)] += float(share * (1 - share) * counts_V.sum())
-        sides += sum(m**2 / v for m, v in zip(moved, variance, strict=True))
-        places += NUM_SLOTS
+        heard = [m**2 / v for m, v in zip(moved, variance, strict=True) if v]
+        sides += sum(heard)
+        places += len(heard)
     return p_value(tokens, freedom), p_value(sides, places)
 
 
@@ -254,3 +258,101 @@ def test_a_draft_row_that_is_not_truncated_as_it_was_drawn_is_noticed(nucleus: l
         for text, block in rounds.blocks.items()
     }
     assert min(p_values([whole])) < LEVEL / 10
+
+
+NUM_PASSES, BUDGET = NUM_ROUNDS // len(CONTEXTS), 3
+"""A round at each place a pass, and half of the drafted tokens are verified."""
+
+
+class TogetherReader:
+    """A target that has read everything, with a row a place. Hidden states are probabilities; nobody sees padding's."""
+
+    def __init__(self, many: Sequence[Rounds]) -> None:
+        self.rows = [
+            {text: rounds.token_probs(rows_NV, rounds.sampling) for text, rows_NV in rounds.place.target_rows.items()}
+            for rounds in many
+        ]
+        self.texts: list[Text] = []
+        """What is drafted in this pass, before the budget."""
+
+    def verify(self, ids_BT: torch.Tensor, cache: None) -> TargetOutput:
+        num_tokens = ids_BT.shape[1]
+        rows = [rows[text][:num_tokens] for rows, text in zip(self.rows, self.texts, strict=True)]
+        return TargetOutput(torch.empty(ids_BT.numel(), 0, 0), torch.cat(rows))
+
+    def commit(self, cache: None, counts_B: torch.Tensor) -> None:
+        pass
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def commit_together(
+    many: Sequence[Rounds], budget: int, num_passes: int = NUM_PASSES
+) -> tuple[list[Counter[Text]], Counter[Text]]:
+    """What passes with a budget commit at every place, and how many drafted tokens of each the passes verified."""
+    reader = TogetherReader(many)
+    target = cast(Target[None], reader)
+    speaker = DraftSpeaker(target, many[0].place.draft, budget)
+    uniforms = [row_uniforms(SEED, 2 + row) for row in range(len(many))]
+    committed, shares = [Counter[Text]() for _ in many], Counter[Text]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_module, "token_probs", lambda probs, _: probs)
+        for number in range(num_passes):
+            # rounds of other numbers, for those of one number were drawn from the same random numbers
+            reader.texts = [rounds.drawn[number + row * NUM_PASSES] for row, rounds in enumerate(many)]
+            drafted = {
+                row: rounds.blocks[text] for row, (rounds, text) in enumerate(zip(many, reader.texts, strict=True))
+            }
+            blocks = speaker.cut(drafted)
+            shares[tuple(len(block.ids_K) for block in blocks.values())] += 1
+            for row, verified in verify_blocks(target, None, blocks, FREE, uniforms, lambda _: None).items():
+                committed[row][tuple(verified.ids)] += 1
+    return committed, shares
+
+
+def told(rounds: Rounds, logits: Callable[[Text], Sequence[torch.Tensor]]) -> Rounds:
+    """The same rounds with confidences."""
+    sure = copy(rounds)
+    sure.blocks = {
+        text: replace(block, confidence_logits=tuple(map(float, logits(text)))) for text, block in rounds.blocks.items()
+    }
+    return sure
+
+
+def confident(rounds: Rounds, delay: int = 0) -> Rounds:
+    """The rounds with the draft's own confidences, or, a fault, with those of a slot further on."""
+    rows = rounds.place.confidence_rows
+    return told(rounds, lambda text: [rows[text[: min(slot + delay, NUM_SLOTS - 1)]] for slot in range(NUM_SLOTS)])
+
+
+def test_what_is_committed_with_a_budget_follows_the_target(free: list[Rounds]) -> None:
+    committed, shares = commit_together([confident(rounds) for rounds in free], BUDGET)
+    assert all(sum(counts) == BUDGET for counts in shares)
+    assert min(count for _, count in shares.most_common(2)) > NUM_PASSES / 20, "the share depends on what is drawn"
+    by_token, by_side = p_values(free, committed)
+    assert by_token > LEVEL
+    assert by_side > LEVEL
+
+
+def test_a_scheduler_that_looks_at_what_the_drawn_token_is_worth_is_noticed(free: list[Rounds]) -> None:
+    def peek(rounds: Rounds) -> Rounds:
+        target = rounds.place.target_rows
+
+        def acceptance(text: Text) -> torch.Tensor:
+            block = rounds.blocks[text]
+            probs_NV, ids_K1 = rounds.token_probs(target[text], FREE), block.ids_K[:, None]
+            ratios_K = (probs_NV[:-1].gather(1, ids_K1) / block.probs_KV.gather(1, ids_K1)).squeeze(1)
+            return torch.logit(ratios_K.clamp(max=1).double())
+
+        return told(rounds, acceptance)
+
+    assert (
+        min(p_values(free, commit_together([peek(rounds) for rounds in free], BUDGET, NUM_PASSES // 4)[0])) < LEVEL / 10
+    )
+
+
+def test_a_scheduler_that_ranks_a_token_by_the_confidence_behind_it_is_noticed(free: list[Rounds]) -> None:
+    """With two tokens for three texts, whose first ones then compete with what they were drawn as."""
+    late = [confident(rounds, delay=1) for rounds in free]
+    assert min(p_values(free, commit_together(late, 2, NUM_PASSES // 4)[0])) < LEVEL / 10

@@ -138,3 +138,18 @@ def test_picked_logits_are_float32_for_a_bfloat16_draft(dspark_golden: dict[str,
     proposal = propose(case.draft, filled(case, 9), 36, lambda logits_V: seen.append(logits_V) or 3)
     assert all(logits_V.dtype == torch.float32 for logits_V in seen)
     assert torch.equal(torch.stack(seen), proposal.logits_KV)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fewer_drafts_are_the_first_ones_of_the_whole_block(dspark_golden: dict[str, Any], name: str) -> None:
+    case = golden_case(dspark_golden, name, torch.float64)
+    whole = propose(case.draft, filled(case, 9), 36, greedy)
+    assert whole.confidence_logits_K is not None
+    for num_drafts in range(1, len(whole.ids_K) + 1):
+        cache = filled(case, 9)
+        fewer = propose(case.draft, cache, 36, greedy, num_drafts)
+        assert fewer.ids_K.tolist() == whole.ids_K[:num_drafts].tolist()
+        close(fewer.logits_KV, whole.logits_KV[:num_drafts])
+        assert fewer.confidence_logits_K is not None
+        close(fewer.confidence_logits_K, whole.confidence_logits_K[:num_drafts])
+        assert cache.num_tokens == 9
