@@ -209,7 +209,9 @@ def speed_tables(contenders: Sequence[Contender], title: str) -> list[Table]:
             paces = [_milliseconds(v) for v in (pace.mean, pace.median, pace.p99)] if pace else ["-"] * 3
             first, speed = _milliseconds(m.timing.first_token.median), f"{m.tokens_per_second:.1f}"
             speeds.add_row(contender.name, f"{m.temperature:g}", first, *paces, speed, *gained)
-            phases.add_row(contender.name, f"{m.temperature:g}", *_shares(m.timing.phase_seconds))
+            shares = phase_columns(m.timing.phase_seconds)
+            whole = sum(shares.values())
+            phases.add_row(contender.name, f"{m.temperature:g}", *(f"{s / whole:.1%}" for s in shares.values()))
     speeds.caption = (
         "milliseconds: to the first token (median of texts), then per token (of texts)\n"
         "gain: plain decoding's time per token over this one, prefill left out; predicted:\n"
@@ -235,10 +237,9 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
-def _shares(phases: Mapping[str, float]) -> list[str]:
-    """Of the whole time."""
-    whole = sum(phases.values())
-    return [f"{sum(phases.get(name, 0.0) for name in group) / whole:.1%}" for group in PHASES]
+def phase_columns(phases: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of every column of ``PHASES``, in its order."""
+    return {group[0]: sum(phases.get(name, 0.0) for name in group) for group in PHASES}
 
 
 def greedy_equality(contenders: Sequence[Contender]) -> str:

@@ -96,7 +96,7 @@ def test_two_runs_stand_side_by_side_and_are_compared(place: Path, tmp_path: Pat
     run("--compare", str(place / "second"), str(place / "first"), "--out", str(out))
     html = out.read_text()
     assert html.count('<div class="run"><h3>second</h3>') == html.count('<div class="run"><h3>first</h3>') == 13
-    assert '<p class="missing">The evaluation kept no times of its phases.</p>' in html
+    assert '<p class="missing">The evaluation was not run --against another.</p>' in html
     compared = html[html.index("<h2>Compared</h2>") :]
     (theirs, ours) = json.loads((place / "second" / "report.json").read_text())["pairings"]
     for pairing in (theirs, ours):

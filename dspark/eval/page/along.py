@@ -1,8 +1,9 @@
 """Acceptance along the text and by the length of the answer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dspark.decode.teacher_forced import round_starts
 from dspark.eval.measure import DecodedText
 from dspark.eval.page.charts import ticks
 from dspark.eval.statistics import bootstrap_interval
@@ -21,7 +22,8 @@ class Bucket:
 
 def by_start(texts: Sequence[DecodedText], width: int) -> list[Bucket]:
     """Rounds by where in the answer they start; the first starts at token 1, for token 0 comes with the prompt."""
-    return _buckets([(start, length, 1) for text in texts for start, length in _starts(text)], width)
+    pairs = [pair for text in texts for pair in zip(round_starts(text.rounds), text.rounds, strict=True)]
+    return _buckets([(anchor + 1, counts.acceptance_length, 1) for anchor, counts in pairs], width)
 
 
 def by_length(texts: Sequence[DecodedText]) -> list[Bucket]:
@@ -33,13 +35,6 @@ def by_length(texts: Sequence[DecodedText]) -> list[Bucket]:
 def step_width(texts: Sequence[DecodedText]) -> int:
     """A round number of tokens that cuts the longest text in some five parts."""
     return max(1, round(ticks(0, max([5, *(len(text.ids_T) for text in texts)]))[1]))
-
-
-def _starts(text: DecodedText) -> Iterator[tuple[int, int]]:
-    start = 1
-    for counts in text.rounds:
-        yield start, counts.acceptance_length
-        start += counts.acceptance_length
 
 
 def _buckets(counted: Sequence[tuple[int, int, int]], width: int) -> list[Bucket]:

@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 360, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 26, 12, 44
 ROW_LEFT, ROW_HEIGHT = 14, 42
 """Of a chart whose rows are named."""
-LONGEST_NAME = 50
+LONGEST_NAME = 45
 """Characters that a chart has room for."""
 
 

@@ -1,9 +1,8 @@
 """The folder of a finished evaluation, read whole and checked before anything is drawn from it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -55,6 +54,10 @@ class Evaluation:
     report: EvalReport
     texts: Mapping[TextKey, DecodedText]
 
+    def everyone(self) -> dict[str, tuple[Measurement, ...]]:
+        """The measurements of every contender, the draft's first."""
+        return {DRAFT: self.report.measurements, **self.report.baselines}
+
     def texts_of(self, contender: str, m: Measurement) -> list[DecodedText]:
         """The texts that a measurement counts, in the order of the prompts."""
         return [self.texts[TextKey(m.task, m.temperature, contender, index)] for index in range(m.num_prompts)]
@@ -77,24 +80,18 @@ def read_evaluation(folder: Path) -> Evaluation:
     return evaluation
 
 
-def _by_contender(own: Any, others: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every measurement with its contender, the draft's first."""
-    for name, measurements in ({DRAFT: own} | dict(others)).items():
-        yield from ((name, m) for m in measurements)
-
-
 def _check_texts(evaluation: Evaluation) -> None:
     report = evaluation.report
     measured = [(m.task, m.temperature) for m in report.measurements]
     if not measured:
         raise RecordError(f"{evaluation.folder / REPORT_FILE}: nothing was measured; evaluate again")
-    for name, measurements in report.baselines.items():
+    for name, measurements in evaluation.everyone().items():
         if [(m.task, m.temperature) for m in measurements] != measured:
             raise RecordError(f"{evaluation.folder / REPORT_FILE}: {name} was measured on other tasks; evaluate again")
-    for name, m in _by_contender(report.measurements, report.baselines):
-        keys = [TextKey(m.task, m.temperature, name, index) for index in range(m.num_prompts)]
-        num_rounds = sum(len(evaluation.texts[key].rounds) for key in keys if key in evaluation.texts)
-        is_whole = bool(keys) and all(key in evaluation.texts for key in keys)
-        if not is_whole or num_rounds != (m.acceptance.num_rounds if m.acceptance else 0):
-            place = f"{evaluation.folder / JOURNAL_FILE}: {name} on {m.task} at T = {m.temperature:g}"
-            raise RecordError(f"{place} has other texts than {REPORT_FILE} counts; evaluate again")
+        for m in measurements:
+            keys = [TextKey(m.task, m.temperature, name, index) for index in range(m.num_prompts)]
+            num_rounds = sum(len(evaluation.texts[key].rounds) for key in keys if key in evaluation.texts)
+            is_whole = bool(keys) and all(key in evaluation.texts for key in keys)
+            if not is_whole or num_rounds != (m.acceptance.num_rounds if m.acceptance else 0):
+                place = f"{evaluation.folder / JOURNAL_FILE}: {name} on {m.task} at T = {m.temperature:g}"
+                raise RecordError(f"{place} has other texts than {REPORT_FILE} counts; evaluate again")

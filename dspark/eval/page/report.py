@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dspark.decode.round import Round
 from dspark.eval.comparison import Contender
-from dspark.eval.measure import DecodedText, Measurement
+from dspark.eval.measure import DecodedText
 from dspark.eval.page import sections as of
 from dspark.eval.page.along import Bucket, by_length, by_start, step_width
 from dspark.eval.page.charts import Chart, Interval, Series, interval_chart, line_chart, shorten
@@ -30,6 +30,7 @@ PAIRED_NOTE = (
     "First draft minus second on the same prompts, with the 95 % interval over prompts; right of the dashed line the "
     "first is better. p: how often swapping the two in random prompts makes as large a difference. Dots: prompts."
 )
+HEADLINE_NOTE = " Texts that end in a loop flatter a draft: the headline leaves them out, the table does not."
 CHECKS_NOTE = (
     "Texts that end in a loop flatter a draft. A greedy text must be plain decoding's own; where rounding makes two "
     "logits change places it may leave it, anything else is a fault."
@@ -83,12 +84,13 @@ def render_report(
     names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.report.baselines)
     order = [DRAFT, *(name for name in names if name != "plain"), "plain"]
     palette = {name: place % NUM_COLOURS for place, name in enumerate(order)}
-    longest = of.longest(m for e in evaluations for ms in _everyone(e.report).values() for m in ms)
+    longest = of.longest(m for e in evaluations for ms in e.everyone().values() for m in ms)
     groups = [_groups(evaluation, palette, longest) for evaluation in evaluations]
     pairs = list(zip(evaluations, groups, strict=True))
-    sections = [Section("Result", tuple(Part(html=_result(*pair)) for pair in pairs), of.RESULT_NOTE)]
+    sections = [Section("Result", tuple(Part(html=_result(*pair)) for pair in pairs), of.RESULT_NOTE + HEADLINE_NOTE)]
     for title, draw, missing, note in DRAWN:
-        parts = tuple(Part(tuple(draw(*pair)), missing=missing) for pair in pairs)
+        tables = ["".join(map(TABLES[title], found)) if title in TABLES else "" for found in groups]
+        parts = tuple(Part(tuple(draw(*pair)), html, missing) for pair, html in zip(pairs, tables, strict=True))
         sections.append(Section(title, parts, note))
     if compared:
         sections.append(Section("Compared", (Part(tuple(f for v in compared for f in _versus(v))),), PAIRED_NOTE))
@@ -105,15 +107,11 @@ def render_report(
     return page, pictures(sections, runs)
 
 
-def _everyone(report: EvalReport) -> dict[str, tuple[Measurement, ...]]:
-    return {DRAFT: report.measurements, **report.baselines}
-
-
 def _groups(evaluation: Evaluation, palette: Mapping[str, int], longest: float) -> list[of.Group]:
     """A group a task."""
     report = evaluation.report
     tasks = list(dict.fromkeys(m.task for m in report.measurements))
-    everyone = _everyone(report).items()
+    everyone = evaluation.everyone().items()
     return [
         of.Group(
             tuple(Contender(name, tuple(m for m in ms if m.task == task), ()) for name, ms in everyone),
@@ -129,19 +127,22 @@ def _headline(evaluation: Evaluation) -> str:
     """The result in a sentence, and large: of several tasks the mean over them."""
     report = evaluation.report
     counted = _counted(report)
+    num_looping = sum(map(of.num_looping, counted.measurements))
+    num_texts = sum(m.num_prompts for m in counted.measurements)
     means = counted.mean_acceptance_lengths()
     tasks = dict.fromkeys(m.task for m in counted.measurements)
     bounds = {f"{m.temperature:g}": m.acceptance.interval for m in counted.measurements if m.acceptance}
+    is_interval = len(tasks) == 1 and not num_looping
     cards = []
     for temperature, mean in means.items():
-        within = f"<small>95 %: {interval(bounds[temperature])}</small>" if len(tasks) == 1 else ""
+        within = f"<small>95 %: {interval(bounds[temperature])}</small>" if is_interval else ""
         cards.append(f"<li><b>{mean:.2f}</b><small>tokens a round, T = {temperature}</small>{within}</li>")
     lengths = " and ".join(f"{mean:.2f} tokens at T = {temperature}" for temperature, mean in means.items())
     prompts = _many(counted.measurements[0].num_prompts, "prompt")
     where = f"{prompts} of {report.label(next(iter(tasks)))}" if len(tasks) == 1 else f"mean over {len(tasks)} tasks"
     said = (
-        f"With {report.draft['name']}, a pass of {report.target['name']} yields {lengths or 'nothing more'}, "
-        f"instead of 1 ({where})."
+        f"With {report.draft['name']}, a pass of {report.target['name']} yields {lengths or 'nothing that counts'}, "
+        f"instead of 1 ({where}, without the {num_looping} of {_many(num_texts, 'text')} that end in a loop)."
     )
     return f'<p>{text(said)}</p><ul class="cards">{"".join(cards)}</ul>'
 
@@ -157,10 +158,11 @@ def _result(evaluation: Evaluation, groups: Sequence[of.Group]) -> str:
     counted = _counted(evaluation.report)
     if len({m.task for m in counted.measurements}) == 1:
         return tables
-    everyone = {name: replace(evaluation.report, measurements=ms) for name, ms in _everyone(evaluation.report).items()}
+    everyone = {name: replace(evaluation.report, measurements=ms) for name, ms in evaluation.everyone().items()}
     means = {name: _counted(report).mean_acceptance_lengths() for name, report in everyone.items()}
     rows = [(name, None, [number(lengths.get(t)) for t in means[DRAFT]]) for name, lengths in means.items() if lengths]
-    return tables + table("Mean over tasks, synthetic ones left out", [f"T = {t}" for t in means[DRAFT]], {"": rows})
+    caption = "Mean over tasks, synthetic ones and texts that loop left out"
+    return tables + table(caption, [f"T = {t}" for t in means[DRAFT]], {"": rows})
 
 
 def _each(draw: Callable[[of.Group], list[Figure]]) -> Callable[[Evaluation, Sequence[of.Group]], list[Figure]]:
@@ -199,19 +201,11 @@ def _by_answer(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figur
     figures = []
     for group in groups:
         for at, (own, *_) in group.columns():
-            rows = [
-                Interval(
-                    f"{b.low} to {b.high - 1} tokens, {_many(b.count, 'text')}",
-                    b.interval[0],
-                    b.mean_acceptance_length,
-                    b.interval[1],
-                    own.colour,
-                )
-                for b in by_length(evaluation.texts_of(own.name, own.m))
-            ]
-            figures.append(
-                Figure(group.title(at, "By length of the answer"), interval_chart(rows, of.LENGTH, group.longest))
-            )
+            found = by_length(evaluation.texts_of(own.name, own.m))
+            names = (f"{b.low} to {b.high - 1} tokens, {_many(b.count, 'text')}" for b in found)
+            rows = [of.whiskers(name, b, own.colour) for name, b in zip(names, found, strict=True)]
+            chart = interval_chart(rows, of.LENGTH, group.longest)
+            figures.append(Figure(group.title(at, "By length of the answer"), chart))
     return figures
 
 
@@ -219,8 +213,7 @@ def _by_prompt(evaluation: Evaluation) -> list[Figure]:
     found: dict[float, list[Interval]] = {}
     for m in evaluation.report.measurements:
         if m.task.startswith("long:") and (a := m.acceptance):
-            row = Interval(m.task, a.interval[0], a.mean_acceptance_length, a.interval[1], 0)
-            found.setdefault(m.temperature, []).append(row)
+            found.setdefault(m.temperature, []).append(of.whiskers(m.task, a, 0))
     return [Figure(f"By length of the prompt, T = {t:g}", interval_chart(rows, of.LENGTH)) for t, rows in found.items()]
 
 
@@ -286,8 +279,10 @@ DRAWN: Sequence[tuple[str, Callable[[Evaluation, Sequence[of.Group]], list[Figur
     ("Accepted drafts a round", _each(of.histograms), NOTHING, of.HISTOGRAM_NOTE),
     ("How far confidence can be believed", _each(of.reliability), "no draft says how sure it is", of.CONFIDENCE_NOTE),
     ("Along the answer", _along, NOTHING, ALONG_NOTE),
-    ("What a round costs", _each(of.costs), "the evaluation kept no times of its phases", of.COST_NOTE),
+    ("What a round costs", _each(of.costs), NOTHING, of.COST_NOTE),
     ("Teacher-forced and decoded", _each(of.forced), "no teacher-forced estimate was made", of.FORCED_NOTE),
     ("Paired differences", _paired, "the evaluation was not run --against another", PAIRED_NOTE),
 )
 """Title, what draws a run's part, why it may be missing, and the note."""
+TABLES = {"What a round costs": of.speed_table, "Teacher-forced and decoded": of.gap_table}
+"""What of a group stands below the figures of a section."""

@@ -1,17 +1,19 @@
 """What a page shows of the contenders on one task: tables, charts, and a text that shows who wrote what."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from dspark.eval.comparison import Contender
 from dspark.eval.confidence import Calibration
 from dspark.eval.measure import Measurement
+from dspark.eval.page.along import Bucket
 from dspark.eval.page.charts import Chart, Interval, Series, bar_chart, interval_chart, line_chart, stack_chart
 from dspark.eval.page.document import Figure, table
 from dspark.eval.page.excerpt import Piece
 from dspark.eval.page.style import NUM_COLOURS
-from dspark.eval.report import interval, number
+from dspark.eval.report import interval, number, phase_columns
+from dspark.eval.statistics import AcceptanceStatistics
 
 LENGTH = "acceptance length (tokens a round)"
 RESULT_NOTE = (
@@ -34,11 +36,14 @@ CONFIDENCE_NOTE = (
 )
 COST_NOTE = (
     "Wall time of all texts by what was done, divided by the rounds (plain decoding: by its passes, one a token). "
-    "Prefill comes once a prompt and is left out of the bars."
+    "Prefill comes once a prompt and is left out. Predicted: how much faster than plain decoding, from the acceptance "
+    "length and a round's time in draft and target alone. Some tokens are not kept, for they lie beyond the longest "
+    "text allowed, and some time goes elsewhere: times both shares it is what was measured."
 )
 FORCED_NOTE = (
     "Teacher-forced: every block is anchored in text that is given, and its acceptance is computed rather than drawn. "
-    "Decoded: what the rounds counted."
+    "Decoded: what the rounds counted. Same rounds: those whose whole block lies in the text; the difference is 0 but "
+    "for chance where drafting sees what training showed."
 )
 EXCERPT_NOTE = "Marked: drafted and accepted. Plain: the target's own token, one a round. Hover for the round."
 
@@ -79,34 +84,37 @@ class Group:
 def result_table(group: Group) -> str:
     """Lengths and speed of the contenders, temperature by temperature."""
     head = ["acceptance length", "without bonus", "tokens/s", "ms a token, median", "times plain"]
-    bodies = {at: [(row.name, _swatch(row), _cells(row)) for row in rows] for at, rows in group.columns()}
-    return table(group.label, head, bodies)
+    return _table(group, head, _cells)
 
 
 def checks_table(group: Group) -> str:
     """What speaks against a number: texts in circles, greedy texts that are not plain decoding's."""
-    head = ["texts that end in a loop", "greedy texts unlike plain", "by rounding", "faults"]
-    bodies = {at: [(row.name, _swatch(row), _checks(row.m)) for row in rows] for at, rows in group.columns()}
-    return table(group.label, head, bodies)
+    head = ["texts that end in a loop", "length without them", "greedy texts unlike plain", "by rounding", "faults"]
+    return _table(group, head, _checks)
+
+
+def speed_table(group: Group) -> str:
+    """What a draft should have gained and what it did, as factors; empty without any."""
+    return _table(group, ["predicted", "tokens kept", "time at work", "measured"], _gain)
+
+
+def gap_table(group: Group) -> str:
+    """Decoded lengths and teacher-forced ones of the same rounds; empty without any."""
+    return _table(group, ["decoded", "teacher-forced", "decoded minus forced", "same rounds"], _gap)
 
 
 def lengths(group: Group) -> list[Figure]:
     """Acceptance lengths with their intervals."""
-    return [
-        Figure(
-            group.title(at),
-            interval_chart(
-                [
-                    Interval(row.name, a.interval[0], a.mean_acceptance_length, a.interval[1], row.colour)
-                    for row in rows
-                    if (a := row.m.acceptance)
-                ],
-                LENGTH,
-                group.longest,
-            ),
-        )
-        for at, rows in group.columns()
-    ]
+    figures = []
+    for at, rows in group.columns():
+        found = [whiskers(row.name, row.m.acceptance, row.colour) for row in rows if row.m.acceptance]
+        figures.append(Figure(group.title(at), interval_chart(found, LENGTH, group.longest)))
+    return figures
+
+
+def whiskers(name: str, found: AcceptanceStatistics | Bucket, colour: int) -> Interval:
+    """A mean acceptance length with its interval."""
+    return Interval(name, found.interval[0], found.mean_acceptance_length, found.interval[1], colour)
 
 
 def positions(group: Group) -> list[Figure]:
@@ -137,12 +145,10 @@ def reliability(group: Group) -> list[Figure]:
 
 def costs(group: Group) -> list[Figure]:
     """What a round's time goes into."""
-    figures = []
-    for at, rows in group.columns():
-        bars = [bar for row in rows if (bar := _cost(row))]
-        if bars:
-            figures.append(Figure(group.title(at), stack_chart(bars, "milliseconds a round")))
-    return figures
+    return [
+        Figure(group.title(at), stack_chart([bar for row in rows if (bar := _cost(row))], "milliseconds a round"))
+        for at, rows in group.columns()
+    ]
 
 
 def forced(group: Group) -> list[Figure]:
@@ -169,7 +175,12 @@ def forced(group: Group) -> list[Figure]:
 
 def longest(measurements: Iterable[Measurement]) -> float:
     """The largest acceptance length that an interval holds, at least 2."""
-    return max([2.0, *(m.acceptance.interval[1] for m in measurements if m.acceptance)])
+    return max([2.0, *(s.interval[1] for m in measurements for s in (m.acceptance, m.teacher_forced) if s)])
+
+
+def num_looping(m: Measurement) -> int:
+    """Texts that end in a loop."""
+    return round(m.looping_share * m.num_prompts)
 
 
 def excerpt(prompt: str, pieces: Sequence[Piece]) -> str:
@@ -183,26 +194,48 @@ def excerpt(prompt: str, pieces: Sequence[Piece]) -> str:
     return f"<pre><s>{escape(prompt)}</s>{said}</pre>"
 
 
-def _swatch(row: Row) -> int | None:
-    return row.colour if row.m.acceptance else None
+def _table(group: Group, head: Sequence[str], cells: Callable[[Measurement], list[str]]) -> str:
+    """A row for every contender that has cells, temperature by temperature; empty when none has."""
+    bodies = {
+        at: [(row.name, row.colour if row.m.acceptance else None, found) for row in rows if (found := cells(row.m))]
+        for at, rows in group.columns()
+    }
+    some = {at: rows for at, rows in bodies.items() if rows}
+    return table(group.label, head, some) if some else ""
 
 
-def _cells(row: Row) -> list[str]:
-    a, pace, gain = row.m.acceptance, row.m.timing.time_per_token, row.m.speedup
+def _cells(m: Measurement) -> list[str]:
+    a, pace, gain = m.acceptance, m.timing.time_per_token, m.speedup
     found = ["1", "0"]
     if a:
         bounds = f"<small>{interval(a.interval)}</small>"
         found = [f"<b>{number(a.mean_acceptance_length)}</b>{bounds}", number(a.mean_accepted_drafts)]
     median = f"{pace.median * 1e3:.3g}" if pace else "-"
-    return [*found, f"{row.m.tokens_per_second:.1f}", median, f"{gain.measured:.2f}" if gain else "-"]
+    return [*found, f"{m.tokens_per_second:.1f}", median, f"{gain.measured:.2f}" if gain else "-"]
+
+
+def _gain(m: Measurement) -> list[str]:
+    if m.speedup is None:
+        return []
+    s = m.speedup
+    return [f"{s.predicted:.2f}", f"{s.kept_share:.1%}", f"{s.working_share:.1%}", f"<b>{s.measured:.2f}</b>"]
+
+
+def _gap(m: Measurement) -> list[str]:
+    if m.decoding_gap is None:
+        return []
+    g = m.decoding_gap
+    difference = f"<b>{g.difference:+.2f}</b><small>{g.interval[0]:+.2f} to {g.interval[1]:+.2f}</small>"
+    return [number(g.decoded), number(g.forced), difference, str(g.num_rounds)]
 
 
 def _checks(m: Measurement) -> list[str]:
-    num_looping, counts = round(m.looping_share * m.num_prompts), ["-"] * 3
+    counts = ["-"] * 3
     if m.equality:
         ties = m.equality.mismatches - m.equality.faults
         counts = [f"{m.equality.mismatches} of {m.num_prompts}", str(ties), _flagged(m.equality.faults, "")]
-    return [_flagged(num_looping, f" of {m.num_prompts}"), *counts]
+    sober = number(m.mean_acceptance_length_without_loops) if m.acceptance else "1"
+    return [_flagged(num_looping(m), f" of {m.num_prompts}"), sober, *counts]
 
 
 def _flagged(count: int, rest: str) -> str:
@@ -242,8 +275,8 @@ def _cost(row: Row) -> tuple[str, list[tuple[str, float]]] | None:
     num_rounds = row.m.acceptance.num_rounds if row.m.acceptance else row.m.new_tokens - row.m.num_prompts
     if num_rounds <= 0:
         return None
-    phases = {name: seconds * 1e3 for name, seconds in row.m.timing.phase_seconds.items()}
-    prefill = phases.pop("prefill", 0.0) / row.m.num_prompts
-    parts = [(name, milliseconds / num_rounds) for name, milliseconds in phases.items()]
+    phases = {name: seconds * 1e3 for name, seconds in phase_columns(row.m.timing.phase_seconds).items()}
+    prefill = phases.pop("prefill") / row.m.num_prompts
+    parts = [(name, milliseconds / num_rounds) for name, milliseconds in phases.items() if milliseconds]
     total = sum(milliseconds for _, milliseconds in parts)
     return f"{row.name}: {total:.3g} ms, prefill {prefill:.3g} ms a prompt", parts

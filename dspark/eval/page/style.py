@@ -14,6 +14,9 @@ LIGHT = {
     "c2": "#7b8490",
     "c3": "#1a7f37",
     "c4": "#8250df",
+    "c5": "#0b7a8a",
+    "c6": "#bf3989",
+    "c7": "#8a6300",
 }
 DARK = {
     "paper": "#0f1216",
@@ -27,6 +30,9 @@ DARK = {
     "c2": "#8f98a3",
     "c3": "#57c46f",
     "c4": "#b692ff",
+    "c5": "#3ec2d4",
+    "c6": "#ff80c0",
+    "c7": "#d9b23c",
 }
 NUM_COLOURS = sum(name[1:].isdigit() for name in LIGHT)
 SHAPES = """
@@ -74,15 +80,17 @@ header p { font-size: 1.05rem; margin: 0 0 6px; max-width: 75ch; overflow-wrap: 
 .cards small { display: block; }
 .cards b { display: block; font-size: 2.4rem; line-height: 1.15; font-weight: 650; color: var(--c0); }
 .cards b, table { font-variant-numeric: tabular-nums; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background:
+  linear-gradient(to left, var(--paper) 50%, transparent) right / 32px 100% no-repeat local,
+  linear-gradient(to left, var(--rule), transparent) right / 10px 100% no-repeat; }
 .scroll + .scroll, .charts + *, .scroll + .charts { margin-top: 16px; }
 table { border-collapse: collapse; width: 100%; }
 caption { text-align: left; font-weight: 600; font-size: .95rem; padding: 4px 0; overflow-wrap: anywhere; }
 th, td { padding: 7px 10px; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 thead th { color: var(--soft); font-weight: 500; font-size: .875rem; white-space: normal; vertical-align: bottom; }
-tbody th { text-align: left; font-weight: 500; }
+tbody th { text-align: left; font-weight: 500; white-space: normal; overflow-wrap: anywhere; min-width: 7.4em; }
 tbody th[colspan] { color: var(--soft); font-size: .875rem; padding-top: 14px; }
-@media (max-width: 600px) { th, td { padding: 6px 4px; font-size: .82rem; } thead th { font-size: .75rem; } }
+@media (max-width: 600px) { th, td { padding: 6px 3px; font-size: .82rem; } thead th { font-size: .75rem; } }
 small { color: var(--soft); font-size: .8rem; }
 td small { margin-left: .5em; }
 @media (max-width: 600px) { td small { display: block; margin: 0; } }

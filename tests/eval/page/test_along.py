@@ -9,7 +9,7 @@ from dspark.eval.page.along import by_length, by_start, step_width
 
 def text(num_tokens: int, *lengths: int) -> DecodedText:
     rounds = tuple(Round(8, length - 1, length, False, ()) for length in lengths)
-    return DecodedText(torch.arange(num_tokens), rounds, 1.0, False)
+    return DecodedText(torch.arange(num_tokens), rounds, 1.0, False, 0.5, {"prefill": 1.0})
 
 
 def test_a_round_counts_where_it_starts() -> None:

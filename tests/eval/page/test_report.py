@@ -18,16 +18,20 @@ TASKS = {"a": (2, 4), "b": (3, 5), "long:64": (1, 1), "made": (9, 9)}
 
 def text(length: int, num_rounds: int = 3, is_looping: bool = False) -> DecodedText:
     rounds = (Round(9, length - 1, length, False, ()),) * num_rounds
-    return DecodedText(torch.arange(1 + length * num_rounds), rounds, 1.0, is_looping)
+    return DecodedText(torch.arange(1 + length * num_rounds), rounds, 1.0, is_looping, 0.5, {"prefill": 1.0})
 
 
-def evaluation(*tasks: str) -> Evaluation:
-    """Two prompts of every task, whose rounds commit what ``TASKS`` says."""
-    texts = {TextKey(t, 0.0, "draft", index): text(length) for t in tasks for index, length in enumerate(TASKS[t])}
+def evaluation(*tasks: str, looping: tuple[int, ...] = ()) -> Evaluation:
+    """Two prompts of every task, whose rounds commit what ``TASKS`` says; of every task the texts that loop."""
+    texts = {
+        TextKey(t, 0.0, "draft", index): text(length, is_looping=index in looping)
+        for t in tasks
+        for index, length in enumerate(TASKS[t])
+    }
     measured = tuple(summarise(t, 0.0, [found for key, found in texts.items() if key.task == t]) for t in tasks)
     settings = {"prompts": {t: {"is_synthetic": t in {"made", "long:64"}} for t in tasks}}
     report = EvalReport({"name": "target"}, {"name": "<draft>"}, settings, {"commit": "abc"}, measured)
-    return Evaluation(Path("run"), report, texts, {})
+    return Evaluation(Path("run"), report, texts)
 
 
 def headline(shown: Evaluation) -> str:
@@ -39,22 +43,39 @@ def headline(shown: Evaluation) -> str:
 def test_the_headline_is_a_task_with_its_interval_or_the_mean_over_real_tasks() -> None:
     one = headline(evaluation("a", "made"))
     assert (
-        "With &lt;draft&gt;, a pass of target yields 3.00 tokens at T&nbsp;=&nbsp;0, instead of 1 (2 prompts of a)"
-        in one
+        "With &lt;draft&gt;, a pass of target yields 3.00 tokens at T&nbsp;=&nbsp;0, instead of 1 "
+        "(2 prompts of a, without the 0 of 2 texts that end in a loop)" in one
     )
     assert "<b>3.00</b>" in one
     assert "95 %: 2.00 - 4.00" in one
     several = headline(evaluation("a", "b", "made"))
-    assert "yields 3.50 tokens at T&nbsp;=&nbsp;0, instead of 1 (mean over 2 tasks)" in several
+    assert "yields 3.50 tokens at T&nbsp;=&nbsp;0, instead of 1 (mean over 2 tasks, " in several
     assert "95 %" not in several
     assert "yields 9.00 tokens" in headline(evaluation("made"))
+
+
+def test_texts_that_loop_are_counted_and_left_out_of_the_headline() -> None:
+    one = headline(evaluation("a", looping=(1,)))
+    assert "yields 2.00 tokens" in one
+    assert "without the 1 of 2 texts that end in a loop" in one
+    assert "95 %" not in one, "that interval counts them"
+    several = evaluation("a", "b", "made", looping=(1,))
+    assert "yields 2.50 tokens" in headline(several)
+    assert "without the 2 of 4 texts that end in a loop" in headline(several)
+    html, _ = render_report([several], ["no words"], [])
+    assert "<i></i>draft</th><td>2.50</td>" in html
+    assert "<td><b>1 of 2</b></td><td>3.00</td>" in html, "of task b, in the checks"
+    nothing = headline(evaluation("a", looping=(0, 1)))
+    assert "yields nothing that counts" in nothing
+    assert "<b>" not in nothing
 
 
 def test_every_task_has_a_table_and_real_ones_a_mean() -> None:
     html, _ = render_report([evaluation("a", "b", "made")], ["no words"], [])
     result = html[html.index("<h2>Result") : html.index("<h2>Tokens")]
     captions = re.findall("<caption>(.*?)</caption>", result)
-    assert captions == ["a", "b", "made (synthetic)", "Mean over tasks, synthetic ones left out"]
+    mean = "Mean over tasks, synthetic ones and texts that loop left out"
+    assert captions == ["a", "b", "made (synthetic)", mean]
     assert "<i></i>draft</th><td>3.50</td>" in result
     assert "Mean over tasks" not in render_report([evaluation("a", "made")], ["no words"], [])[0]
 

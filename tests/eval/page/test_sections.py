@@ -9,7 +9,7 @@ from contenders import CONTENDERS
 from dspark.eval.confidence import Bin, Calibration, ConfidenceStatistics
 from dspark.eval.measure import Difference, GreedyEquality
 from dspark.eval.page import sections as of
-from dspark.eval.statistics import TeacherForcedStatistics
+from dspark.eval.statistics import DecodingGap, TeacherForcedStatistics
 from dspark.eval.timing import Speedup, Spread, Timing
 
 TIMING = Timing(
@@ -80,6 +80,37 @@ def test_a_round_costs_its_phases_without_prefill() -> None:
     assert f"<title>draft: {500 / a.num_rounds:.3g}</title>" in figure.chart.body
 
 
+def test_phases_have_the_names_and_colours_of_the_reports_columns() -> None:
+    """However many phases there are: those of one column are one part, and what took no time is none."""
+    phases = {"prefill": 1.0, "other": 0.5, "cycle": 0.25, "verify": 0.25, "update": 0.25, "commit": 0.5}
+    engine = Timing(TIMING.first_token, TIMING.time_per_token, 50.0, phases)
+    figure, _ = of.costs(of.Group((group(timing=engine).contenders[2],), PALETTE, 5.0))
+    assert figure.chart.legend == (("verify", 0), ("commit", 1), ("other", 2))
+    a = CONTENDERS[2].measurements[0].acceptance
+    assert a
+    assert f"<title>commit: {750 / a.num_rounds:.3g}</title>" in figure.chart.body
+
+
+def test_a_predicted_gain_becomes_the_measured_one() -> None:
+    assert of.speed_table(group()) == ""
+    html = of.speed_table(group(speedup=Speedup(2.5, 1.8, 0.9, 0.8)))
+    assert "demo draft</th><td>2.50</td><td>90.0%</td><td>80.0%</td><td><b>1.80</b></td>" in html
+    assert html.count("<tr>") == 3, "the head, the temperature, the one that has a gain"
+
+
+def test_what_teacher_forcing_missed_has_its_interval() -> None:
+    assert of.gap_table(group()) == ""
+    html = of.gap_table(group(decoding_gap=DecodingGap(57, 3.5, 3.75, -0.25, (-0.5, 0.125))))
+    cells = "<td>3.50</td><td>3.75</td><td><b>-0.25</b><small>-0.50 to +0.12</small></td><td>57</td>"
+    assert f"demo draft</th>{cells}" in html
+    assert html.count("<tr>") == 3
+
+
+def test_axes_hold_what_was_teacher_forced_too() -> None:
+    far = replace(FORCED, interval=(2.0, 7.5))
+    assert of.longest(m for c in group(teacher_forced=far).contenders for m in c.measurements) == 7.5
+
+
 def test_what_was_teacher_forced_stands_beside_what_was_decoded() -> None:
     assert of.forced(group()) == []
     lengths, survival = of.forced(group(teacher_forced=FORCED))
@@ -94,5 +125,5 @@ def test_what_speaks_against_a_number_is_bold() -> None:
     html = of.checks_table(
         of.Group((replace(CONTENDERS[2], measurements=(replace(first, equality=differing),)),), PALETTE, 5.0)
     )
-    assert "<td><b>1 of 2</b></td><td>2 of 2</td><td>1</td><td><b>1</b></td>" in html
+    assert "<td><b>1 of 2</b></td><td>3.00</td><td>2 of 2</td><td>1</td><td><b>1</b></td>" in html
     assert "<td>-</td><td>-</td><td>-</td>" in of.checks_table(group())
