@@ -60,7 +60,8 @@ def test_one_rank_and_two_decode_as_the_reference_path_does(
         assert (found["settings"]["engine"], found["settings"]["tp"]) == ("verifier", tp)
         for name, (theirs, *_) in (expected["baselines"] | {"draft": expected["measurements"]}).items():
             ours = found["measurements"][0] if name == "draft" else found["baselines"][name][0]
-            assert (ours["equality"]["mismatches"], ours["new_tokens"]) == (0, theirs["new_tokens"])
+            assert ours["new_tokens"] == theirs["new_tokens"]
+            assert name == "plain" or ours["equality"]["mismatches"] == 0
             assert (ours["acceptance"] or {}).get("histogram") == (theirs["acceptance"] or {}).get("histogram"), name
         assert found["measurements"][0]["decoding_gap"]["difference"] == 0
     rounds = read_rounds(tmp_path / "two" / "rounds.parquet")
