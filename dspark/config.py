@@ -193,6 +193,13 @@ class EvalSection(Section):
     turns: PositiveInt = 1
     """User turns at most; later ones follow the draft's own answers."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, values in (("tasks", self.tasks), ("temperatures", self.temperatures)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} must differ from each other, got {list(values)}")
+        return self
+
 
 class RunConfig(Section):
     """One run, complete enough to be read alone."""

@@ -24,7 +24,7 @@ class CycleSpeaker:
     A round is one graph, whose parts no clock of the host sees. On a GPU every part is timed as a graph of its own,
     once a temperature, behind the first prompt; a text's phases draft, verify, commit and update are these times its
     rounds (made smaller in one proportion where they exceed what the rounds took), "other" is the rest. On a CPU all
-    of a round is the phase "cycle".
+    of a round is the phase "cycle", but for the first, which runs before the first token is read: "prefill".
     """
 
     def __init__(self, verifier: Verifier, drafter: Drafter) -> None:
@@ -48,13 +48,16 @@ class CycleSpeaker:
         stopwatch.lap("prefill")
         yield [Spoken(0, ids, None)]
         num_tokens, num_rounds = 1, 0
-        while ids[-1] not in sampling.stop_token_ids and num_tokens <= sampling.max_new_tokens:
+        most = sampling.max_new_tokens - (not self.is_drafting)  # a full text is followed by one more round if drafted
+        while ids[-1] not in sampling.stop_token_ids and num_tokens <= most:
             ids = next(received)
             room = sampling.max_new_tokens - num_tokens
             ids, counts = _count(ids, room, cycle, sampling.stop_token_ids)
             num_tokens, num_rounds = num_tokens + len(ids), num_rounds + 1
             yield [Spoken(0, ids[:room], counts if self.is_drafting else None)]
         stopwatch.lap("cycle")
+        cycle.receive()  # of the round under way, for which the next text would have to wait
+        self.verifier.ranks.check()
         if parts := self._part_seconds.get(sampling.temperature):
             _divide(stopwatch.phase_seconds, {name: seconds * num_rounds for name, seconds in parts.items()})
 

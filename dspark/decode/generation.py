@@ -85,6 +85,7 @@ class DraftSpeaker(Generic[CacheT]):
     def __post_init__(self) -> None:
         if self.budget is not None and self.budget < 0:
             raise ValueError(f"budget must be at least 0, got {self.budget}")
+        self._drafter()  # what it does not fit is known before the first text
 
     @torch.no_grad()
     def __call__(

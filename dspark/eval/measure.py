@@ -60,10 +60,10 @@ def decode_all(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where one prompt's greedy text first leaves plain decoding's; prompts and positions (of new tokens) from 0.
-    ``gap``: between the target's two largest logits there, or between the largest and that of the text's token.
-    ``is_tie``: rounding can explain it, for both texts go on with a token whose logit is within ``tie_gap`` of the
-    largest. A text that only ends elsewhere is never a tie.
+    """Where one prompt's greedy text first leaves plain decoding's, at the first fault if one is no tie; prompts and
+    positions (of new tokens) from 0.
+    ``gap``: how far below the target's largest logit that of the text's token lies there. ``is_tie``: rounding can
+    explain all of them, for each is smaller than ``tie_gap``. A text that ends elsewhere is never a tie.
     """
 
     prompt: int
@@ -153,7 +153,7 @@ def listen(
     for news in speaker(prompts, sampling, uniforms, stopwatch):
         now = stopwatch.seconds()
         for row, new_ids, counts in news:
-            first[row], last[row] = first[row] or now, now
+            first[row], last[row] = first[row] or now, now if new_ids else last[row]
             ids[row] += new_ids
             rounds[row] += [] if counts is None else [counts]
     phases = {name: seconds / len(prompts) for name, seconds in stopwatch.phase_seconds.items()}
@@ -168,7 +168,8 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed:
     rounds = [text.rounds for text in texts]
     judged = [counts for text in rounds for counts in text if counts.confidence_logits and counts.num_proposed]
     sober = [text.rounds for text in texts if not text.is_looping and text.rounds]
-    sober_length = acceptance_statistics(sober, seed).mean_acceptance_length if sober else None
+    lengths = [counts.acceptance_length for text in sober for counts in text]
+    sober_length = sum(lengths) / len(lengths) if lengths else None
     timing, new_tokens = timing_statistics(texts), sum(text.num_tokens for text in texts)
     return Measurement(
         task=task,
@@ -193,37 +194,24 @@ def compare_greedy(
     sampling: Sampling,
     plain_texts: Sequence[DecodedText] | None = None,
 ) -> GreedyEquality:
-    """Compare greedy texts of the prompts (int64 [T]) with plain decoding's, token by token; without these, every token
-    with the target's arg-max after the text before it, all read in one pass, and the end with where it has to be. That
-    says the same: a text is plain decoding's when no token departs from the arg-max.
+    """Which greedy texts of the prompts (int64 [T]) are not plain decoding's: those that differ from the plain texts,
+    or, without these, any in which a token is not the target's arg-max behind the text before it, or that does not end
+    where it has to. What differs is judged as a whole either way, in one pass of the target over it.
     """
     tie_gap = TIE_GAPS.get(target.head_VD.dtype, max(TIE_GAPS.values()))
     differences = []
     for number, (prompt_ids_T, text) in enumerate(zip(prompts, texts, strict=True)):
-        if plain_texts is None:
-            found = _departure(target, prompt_ids_T, text.ids_T, sampling, tie_gap)
-        else:
-            found = _parting(target, prompt_ids_T, (text.ids_T, plain_texts[number].ids_T), tie_gap)
+        ids, plain = text.ids_T.tolist(), plain_texts[number].ids_T.tolist() if plain_texts else None
+        if ids == plain:
+            continue
+        found = _departure(target, prompt_ids_T, text.ids_T, sampling, tie_gap)
+        if found is None and plain is not None:  # it is plain decoding that took the other of two equal tokens
+            pairs = enumerate(zip(ids, plain, strict=False))
+            found = next((place for place, pair in pairs if pair[0] != pair[1]), min(len(ids), len(plain))), 0.0, True
         if found is not None:
             differences.append(Difference(number, *found))
     faults = sum(not difference.is_tie for difference in differences)
     return GreedyEquality(len(differences), faults, tie_gap, tuple(differences))
-
-
-def _parting(
-    target: Target[Any], prompt_ids_T: torch.Tensor, texts: tuple[torch.Tensor, torch.Tensor], tie_gap: float
-) -> tuple[int, float, bool] | None:
-    """Where two texts part, the gap between the two largest logits there, and whether that is a tie."""
-    ids, expected = texts[0].tolist(), texts[1].tolist()
-    if ids == expected:
-        return None
-    pairs = enumerate(zip(ids, expected, strict=False))
-    position = next((place for place, pair in pairs if pair[0] != pair[1]), min(len(ids), len(expected)))
-    before_T = torch.cat((prompt_ids_T, texts[1][:position].to(prompt_ids_T)))
-    logits_V = target.logits(target.prefill([before_T])[1].last_hidden_ND[-1:])[0]
-    first, second = logits_V.topk(2).values.tolist()
-    rivals = [*ids[position : position + 1], *expected[position : position + 1]]
-    return position, first - second, len(rivals) == 2 and first - float(logits_V[rivals].min()) < tie_gap
 
 
 def _departure(
@@ -239,13 +227,14 @@ def _departure(
     for rows_TD, rows_T in zip(torch.split(hidden_TD, ROWS), torch.split(own_T, ROWS), strict=True):
         logits_TV = target.logits(rows_TD)
         gaps += (logits_TV.amax(-1) - logits_TV.gather(1, rows_T[:, None])[:, 0]).tolist()
-    ends = [n for n, new_id in enumerate(ids_T.tolist()) if new_id in sampling.stop_token_ids] + [len(ids_T) - 1]
-    off = [n for n, gap in enumerate(gaps) if gap > 0]
-    wrong = [n for n in off if gaps[n] >= tie_gap]
-    if (place := next(iter(wrong or off), None)) is not None:
-        return place, gaps[place], not wrong
-    is_whole = len(ids_T) == sampling.max_new_tokens or len(ends) > 1
-    return None if ends[0] == len(ids_T) - 1 and is_whole else (ends[0], gaps[ends[0]], False)
+    stops = [n for n, new_id in enumerate(ids_T.tolist()) if new_id in sampling.stop_token_ids]
+    end = stops[0] if stops else sampling.max_new_tokens - 1
+    off = [n for n, gap in enumerate(gaps) if not gap <= 0]  # also what is no number
+    wrong = [n for n in off if not gaps[n] < tie_gap]
+    if not wrong and end != len(ids_T) - 1:
+        wrong = [min(end, len(ids_T) - 1)]
+    place = next(iter(wrong or off), None)
+    return None if place is None else (place, gaps[place], not wrong)
 
 
 def is_looping(ids: Sequence[int]) -> bool:

@@ -165,6 +165,8 @@ def _parse_texts(path: Path, content: bytes, settings: Mapping[str, object] | No
         found = _Header.model_validate_json(header)
     except ValidationError as error:
         raise RecordError(f"{path}:1: not a journal ({describe_validation(error)}); delete it") from error
+    if found.format != FORMAT:
+        raise RecordError(f"{path}: found the format {found.format!r}, expected {FORMAT!r}; choose another folder")
     if settings is not None:
         _check_header(path, found, settings)
     texts: dict[TextKey, DecodedText] = {}
@@ -183,8 +185,6 @@ def _parse_texts(path: Path, content: bytes, settings: Mapping[str, object] | No
 
 
 def _check_header(path: Path, found: _Header, settings: Mapping[str, object]) -> None:
-    if found.format != FORMAT:
-        raise RecordError(f"{path}: found the format {found.format!r}, expected {FORMAT!r}; choose another folder")
     old, new = _flat(found.settings), _flat(json.loads(json.dumps(dict(settings))))
     differing = [
         f"{key} {old.get(key, 'absent')!r} (now {new.get(key, 'absent')!r})"

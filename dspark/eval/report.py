@@ -267,7 +267,7 @@ def difference_lines(contenders: Sequence[Contender], limit: int = 10) -> list[s
     ]
     found.sort(key=lambda item: item[0])
     lines = [
-        f"{where}where the target's two largest logits are {d.gap:.2g} apart: {'rounding' if is_tie else 'A FAULT'}"
+        f"{where}by a logit {d.gap:.2g} below the target's largest: {'rounding' if is_tie else 'A FAULT'}"
         for is_tie, where, d in found[:limit]
     ]
     return lines + [f"and {len(found) - limit} more"] * (len(found) > limit)

@@ -222,7 +222,8 @@ def _check_device(device: torch.device) -> None:
         raise ConfigError("the verifier was asked onto a GPU, and torch finds none on this machine; use device cpu")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) not in {(9, 0), (10, 0), (10, 3)}:
         found = torch.cuda.get_device_name(device)
-        raise ConfigError(f"the kernels need compute capability 9.0 or 10.0 and its shared memory, found {found}")
+        need = "the verifier's kernels need compute capability 9.0 or 10.0 and its shared memory"
+        raise ConfigError(f"{need}, found {found}; dspark eval takes --engine reference")
 
 
 def _check_single(num_sequences: int) -> None:

@@ -158,6 +158,8 @@ def test_the_same_command_counts_the_same_rounds(place: Path, tmp_path: Path) ->
         ({"top-p": "1.5"}, "top_p: Input should be less than or equal to 1, got 1.5"),
         ({"top-k": "-1"}, "top_k: Input should be greater than or equal to 0, got -1"),
         ({"baselines": "plain,vanilla"}, "--baselines: 'vanilla' is not known; expected some of plain, ngram"),
+        ({"baselines": "plain,draft"}, "'draft' is the draft's own name; write ./draft for that folder"),
+        ({"temperatures": "0,0.0"}, "temperatures must differ from each other, got [0.0, 0.0]"),
         ({"baselines": "drafts:0"}, "--baselines: 'drafts:0' is not known"),
         ({"baselines": "confidence:1.5"}, "--baselines: 'confidence:1.5' is not known"),
         ({"baselines": "drafts:5"}, "num_drafts must be 1 to 4, the draft's block size, got 5"),

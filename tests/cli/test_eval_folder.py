@@ -19,12 +19,12 @@ from dspark.cli.main import app
 from dspark.eval.records import TextKey, read_rounds
 
 ROOT = Path(__file__).parent.parent.parent
-PROMPTS = 20
+PROMPTS = 8
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny target, a draft for it and twenty prompts; whole/ holds their evaluation."""
+    """A folder with a tiny target, a draft for it and eight prompts; whole/ holds their evaluation."""
     folder = tmp_path_factory.mktemp("eval")
     write_tiny_ling(folder / "target")
     write_tiny_draft(folder / "draft", folder / "target")
@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def place_arguments(place: Path, **changes: str) -> list[str]:
-    return arguments(place, **{"max-new-tokens": "40", "temperatures": "1", "baselines": "ngram"} | changes)
+    return arguments(place, **{"max-new-tokens": "24", "temperatures": "1", "baselines": "ngram"} | changes)
 
 
 def run(words: list[str]) -> str:
@@ -87,7 +87,9 @@ def test_an_evaluation_that_was_killed_goes_on_at_the_next_prompt(place: Path, t
     assert journal.read_bytes().startswith(lines)
     assert without_times(report(tmp_path)) == without_times(report(place / "whole"))
     assert read_rounds(tmp_path / "rounds.parquet") == read_rounds(place / "whole" / "rounds.parquet")
-    assert "40 texts lie in" in run(words).replace("\n", " ")  # and all of them are read, none decoded, when it is done
+    assert f"{2 * PROMPTS} texts lie in" in run(words).replace(
+        "\n", " "
+    )  # and all of them are read, none decoded, when it is done
 
 
 def test_the_folder_of_another_evaluation_is_refused_by_what_differs(

@@ -57,13 +57,22 @@ def test_later_turns_follow_the_answers_that_were_given(place: Path, tmp_path: P
     assert tree["macro_mean_acceptance_length"].keys() == {"0", "1"}
     counted = tree["measurements"][0]["mean_acceptance_length_without_loops"]
     assert tree["macro_mean_acceptance_length"]["0"] == counted
-    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0  # goes on, and has all
 
 
-def test_one_turn_is_what_is_measured_unless_more_are_asked_for(place: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, arguments(place, temperatures="0", out=str(tmp_path)), catch_exceptions=False)
-    assert result.exit_code == 0
+@pytest.mark.parametrize("changes", [{}, {"turns": "2", "tasks": "random:9"}], ids=str)
+def test_one_turn_is_what_is_measured_unless_there_are_more(
+    place: Path, tmp_path: Path, changes: dict[str, str]
+) -> None:
+    words = arguments(place, temperatures="0", out=str(tmp_path), **{"max-new-tokens": "4"} | changes)
+    assert CliRunner().invoke(app, [*words, "--max-prompts", "1"], catch_exceptions=False).exit_code == 0
     assert len(json.loads((tmp_path / "report.json").read_text())["measurements"]) == 1
+
+
+def test_thoughts_are_not_told_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = failure(monkeypatch, capsys, [*arguments(place, turns="2"), "--thinking"])
+    assert "leave --thinking out" in line
 
 
 def test_a_dialogue_that_grows_too_long_is_named(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from verifying import CAPACITY_TOKENS, random_ids
 
-from dspark.decode.engine import CycleSpeaker
+from dspark.decode.engine import CycleSpeaker, _divide
 from dspark.decode.generation import Generation, generate, speculate
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
@@ -33,9 +33,10 @@ def draft(reference: Target) -> DraftModel:
     return read_draft(NANO_FOLDER / "draft", (reference.embedding_VD, reference.head_VD))
 
 
-@pytest.fixture
-def speaker_of(kernel_device: torch.device, draft: DraftModel) -> Make:
+@pytest.fixture(scope="module")
+def speaker_of(draft: DraftModel) -> Make:
     """Cycles of so many drafts; of none: plain decoding."""
+    kernel_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     verifier = Verifier.load(NANO_FOLDER, CAPACITY_TOKENS, TAPS, torch.float32, kernel_device)
     weights = draft_weights(draft, Shard(), torch.float32, kernel_device)
 
@@ -79,7 +80,7 @@ def test_greedy_texts_and_rounds_are_the_reference_paths(
     assert stop_place is None or len(found.ids_T) <= stop_place + 1
     for ours, theirs in zip(found.rounds, expected.rounds, strict=True):
         assert ours.confidence_logits == pytest.approx(theirs.confidence_logits, abs=2e-3)
-    assert sum(stopwatch.phase_seconds.values()) == pytest.approx(stopwatch.seconds(), rel=0.5)
+    assert stopwatch.phase_seconds.keys() == {"prefill", "cycle"}
 
 
 def test_without_drafts_it_is_plain_decoding(speaker_of: Make, reference: Target) -> None:
@@ -87,6 +88,8 @@ def test_without_drafts_it_is_plain_decoding(speaker_of: Make, reference: Target
     (expected_T,) = generate(reference, [prompt_T], Sampling(0.0, 25), [row_uniforms(0, 0)])
     speaker = speaker_of(0)
     found, _ = spoken(speaker, prompt_T, Sampling(0.0, 25))
+    committed = int(speaker.verifier.buffers.length_1) - len(prompt_T)
+    assert committed == 25, "24 passes, and the one that was under way"
     assert not speaker.is_drafting
     assert found.ids_T.tolist() == expected_T.tolist()
     assert found.rounds == ()
@@ -94,13 +97,19 @@ def test_without_drafts_it_is_plain_decoding(speaker_of: Make, reference: Target
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
 def test_drawn_texts_depend_on_their_row_alone(num_drafts: int, speaker_of: Make) -> None:
-    prompts = [random_ids(4096, length, length) for length in (5, 20)]
-    speaker, sampling = speaker_of(num_drafts), Sampling(1.0, 20)
-    first = [spoken(speaker, prompt_T, sampling, row)[0] for row, prompt_T in enumerate(prompts)]
-    again = [spoken(speaker, prompts[row], sampling, row)[0] for row in (1, 0)]
-    assert [text.ids_T.tolist() for text in again[::-1]] == [text.ids_T.tolist() for text in first]
-    assert spoken(speaker, prompts[0], sampling, 1)[0].ids_T.tolist() != first[0].ids_T.tolist()
-    assert [len(text.ids_T) for text in first] == [20, 20]
+    prompt_T, speaker, sampling = random_ids(4096, 5, 5), speaker_of(num_drafts), Sampling(1.0, 10)
+    first, other, again = (spoken(speaker, prompt_T, sampling, row)[0].ids_T.tolist() for row in (0, 1, 0))
+    assert first == again != other
+    assert len(first) == len(other) == 10
+
+
+def test_a_rounds_parts_take_the_place_of_the_whole() -> None:
+    phases = {"prefill": 2.0, "cycle": 10.0, "other": 1.0}
+    _divide(phases, {"draft": 3.0, "verify": 6.0})
+    assert phases == pytest.approx({"prefill": 2.0, "other": 2.0, "draft": 3.0, "verify": 6.0})
+    phases = {"prefill": 2.0, "cycle": 6.0}
+    _divide(phases, {"draft": 3.0, "verify": 6.0})  # each alone took longer than in the round
+    assert phases == pytest.approx({"prefill": 2.0, "other": 0.0, "draft": 2.0, "verify": 4.0})
 
 
 def test_what_it_cannot_do_is_refused(speaker_of: Make) -> None:

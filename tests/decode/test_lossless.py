@@ -272,6 +272,7 @@ class TogetherReader:
             {text: rounds.token_probs(rows_NV, rounds.sampling) for text, rows_NV in rounds.place.target_rows.items()}
             for rounds in many
         ]
+        self.target_layer_ids = many[0].place.draft.config.target_layer_ids
         self.texts: list[Text] = []
         """What is drafted in this pass, before the budget."""
 

@@ -187,7 +187,7 @@ def test_a_wrong_acceptance_is_a_fault_and_no_rounding(
         ([0, 1, 3], (2, True)),  # 2 and 3 are all but equally likely after 1
         ([0, 1, 0], (2, False)),  # the two largest are, but this is neither
         ([0, 2, 0], (1, False)),
-        ([0, 1], (2, False)),  # texts that only end elsewhere did not part by rounding
+        ([0, 1], (1, False)),  # texts that only end elsewhere did not part by rounding
         ([0, 1, 2, 2], (3, False)),
     ],
     ids=str,
@@ -197,14 +197,16 @@ def test_rounding_is_told_apart_from_faults(
     ids: list[int], expected: tuple[int, bool], dtype: torch.dtype, near: float
 ) -> None:
     logits_SV = torch.tensor([[0, 4, 0, 0], [0, 0, 4, 4 - near], [0, 4, 0, 0], [4, 0, 0, 0]])
-    target, plain, sampling = TableTarget(logits_SV.to(dtype)), text([0, 1, 2]), Sampling(0.0, 3)
-    equality = compare_greedy(target, [torch.tensor([0])], [text(ids)], sampling, [plain])
+    target, sampling, prompts = TableTarget(logits_SV.to(dtype)), Sampling(0.0, 3), [torch.tensor([3])]
+    plain = text([0, 1, 2])
+    equality = compare_greedy(target, prompts, [text(ids)], sampling, [plain])
     position, is_tie = expected
     (difference,) = equality.differences
     assert (equality.mismatches, equality.faults) == (1, not is_tie)
-    gap = near if position == 2 else 4.0
-    assert difference == Difference(0, position, pytest.approx(gap, abs=1e-6), is_tie)
-    assert compare_greedy(target, [torch.tensor([0])], [plain], sampling, [plain]).mismatches == 0
+    assert (difference.position, difference.is_tie) == expected
+    if is_tie:
+        assert difference == Difference(0, position, pytest.approx(near, abs=1e-6), True)
+    assert compare_greedy(target, prompts, [plain], sampling, [plain]).mismatches == 0
 
 
 def test_a_gap_at_or_above_the_bound_is_a_fault() -> None:
@@ -224,6 +226,7 @@ def test_a_gap_at_or_above_the_bound_is_a_fault() -> None:
         ([1, 2, 0, 1, 2, 0], 2, (1, False)),  # goes on behind a stop token
         ([1, 3, 0, 1, 2, 0], 9, (1, True)),  # 2 and 3 are all but equally likely after 1
         ([1, 3, 0, 0, 1, 2], 9, (3, False)),  # the fault counts, not the tie before it
+        ([1, 3, 0], 9, (2, False)),  # and so does the end
         ([2, 0, 1, 2, 0, 1], 9, (0, False)),
     ],
     ids=str,

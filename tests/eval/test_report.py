@@ -99,9 +99,9 @@ def test_greedy_texts_unlike_plain_decoding_are_counted_and_named() -> None:
     lines = difference_lines(group)
     assert lines == [
         "demo draft, heldout: prompt 0 leaves plain decoding at new token 3, "
-        "where the target's two largest logits are 1.2 apart: A FAULT",
+        "by a logit 1.2 below the target's largest: A FAULT",
         "demo draft, heldout: prompt 1 leaves plain decoding at new token 17, "
-        "where the target's two largest logits are 0.0004 apart: rounding",
+        "by a logit 0.0004 below the target's largest: rounding",
     ]
     assert difference_lines(group, limit=1) == [lines[0], "and 1 more"]
 

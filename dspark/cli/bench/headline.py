@@ -34,8 +34,8 @@ ANSWER_TOKENS = 5000
 SLACK_TOKENS = 48
 TRACE_TOKENS = 128
 FIXED_LENGTHS = {"NEXTN": (3.25,), "DSpark": (3.25, 5.29)}
-"""Acceptance lengths of the published runs, at which random weights, whose own mean nothing, are read; and each whole
-window."""
+"""Acceptance lengths at which random weights, whose own mean nothing, are read, beside that of a whole window: NEXTN's
+of the LMSYS run, and DSpark's over nine tasks by the card of Ling-3.0-flash-dspark."""
 PUBLISHED = (
     ("plain", "4 B200", "3.33", "-", "288", "1", "1"),
     ("NEXTN, 5", "4 B200", "1.53", "-", "606", "3.25", "1"),
@@ -131,7 +131,9 @@ def run(ranks: Ranks, job: Job) -> None:
         weights = load_weights(job.folder, shard, DTYPE, DEVICE)
     made = load_run(run_file(job.target)).draft if job.draft == RANDOM else read_draft_config(Path(job.draft))
     verifier = Verifier(weights, capacity_tokens, made.target_layer_ids, ranks=ranks)
-    if is_random:  # its text says one thing again and again, which few experts are visited for: routed evenly instead
+    if (
+        is_random
+    ):  # its text says one thing again and again and visits few experts: all but NEXTN's layer are routed evenly
         trace_NLK = uniform_trace(config, TRACE_TOKENS, SEED)
         report["routing"] = [replay(verifier, trace_NLK, 1 + n) for n in (0, *job.mtp, made.block_size)]
     generator = torch.Generator().manual_seed(SEED)

@@ -12,6 +12,7 @@ from dspark.cli.eval.job import Job, choose_engine, run
 from dspark.cli.identity import choose_target
 from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.config import EvalSection, RunConfig, load_run, validated
+from dspark.errors import ConfigError
 from dspark.eval.tasks import describe_tasks, task_names
 from dspark.files import check_writable
 from dspark.verifier.ranks import ALONE, start
@@ -68,6 +69,8 @@ def evaluate(
     names = contender_names(baselines)
     place = draft or (given.train.folder / "draft" if given else None)
     is_thinking = thinking if thinking is not None else bool(given and given.data.is_thinking)
+    if is_thinking and plan.turns > 1:
+        raise ConfigError("--turns: what was thought before is not told again by every template; leave --thinking out")
     made = choose_engine(engine, chosen.path, plan, (device, tp))
     seeds = (seed, given.seed if given else seed)
     job = Job(chosen, place, plan, names, seeds, is_thinking, device, made, tp, out, against)

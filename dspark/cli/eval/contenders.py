@@ -36,6 +36,8 @@ def contender_names(listed: str | None) -> tuple[str, ...]:
         is_named = kind in {PLAIN, "ngram", "untrained"} and not value
         is_counted = kind in {"mtp", "drafts", "budget"} and value.isdecimal() and 1 <= len(value) <= 4 and int(value)
         is_share = kind == "confidence" and 0 < _number(value) < 1
+        if name == DRAFT:
+            raise ConfigError(f"--baselines: {name!r} is the draft's own name; write ./{name} for that folder")
         if not (is_named or is_counted or is_share or (Path(name) / "config.json").is_file()):
             raise ConfigError(f"--baselines: {name!r} is not known; expected some of {FORMS}, separated by commas")
     return tuple(sorted(names, key=lambda name: name != PLAIN))

@@ -1,6 +1,7 @@
 """What every rank of an evaluation does; the first one prints and writes."""
 
 import hashlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ from dspark.cli.eval.match import Match, Texts
 from dspark.cli.identity import Pair, find_pair
 from dspark.config import EvalSection, TargetSection
 from dspark.data.chat import ChatFormat
-from dspark.errors import ConfigError, DsparkError
+from dspark.errors import ConfigError, DsparkError, PromptError
 from dspark.eval.comparison import Contender
 from dspark.eval.measure import DecodedText, Measurement
 from dspark.eval.pairing import DRAFT, REPORT_FILE, ROUNDS_FILE, Opponent, find_opponent, pair_up
@@ -92,6 +93,8 @@ def choose_engine(name: str | None, target: str, plan: EvalSection, place: tuple
 def run(ranks: Ranks, job: Job) -> None:
     """Measure on one rank."""
     console = Console(markup=False, emoji=False, quiet=ranks.rank > 0)
+    if torch.device(job.device).index is not None:
+        torch.cuda.set_device(job.device)  # graphs and kernels are made for the current one
     pair, plan, seed = find_pair(job.target.path, job.draft), job.plan, job.seeds[0]
     chat = ChatFormat(pair.tokenizer, pair.facts.stop_token_ids, job.is_thinking)
     positions = pair.draft.max_position_embeddings
@@ -105,6 +108,7 @@ def run(ranks: Ranks, job: Job) -> None:
         if journal and journal.texts:
             console.print(f"{len(journal.texts)} texts lie in {job.out} already; going on behind them")
         models = _load(ranks, job, pair, prompts)
+        _check_alike(ranks, decided, models.target)
         speakers = models.speakers(job.baselines)
         texts = Texts(_known(ranks, job), journal, is_shown=ranks.rank == 0)
         contenders: dict[str, tuple[Contender, ...]] = {}
@@ -151,6 +155,14 @@ def _known(ranks: Ranks, job: Job) -> Mapping[TextKey, DecodedText]:
     adds nothing before all of them decode.
     """
     return read_texts(job.out / JOURNAL_FILE) if job.out and ranks.rank > 0 else {}
+
+
+def _check_alike(ranks: Ranks, decided: Mapping[str, Any], target: Target[Any]) -> None:
+    """Raises: PromptError when the ranks would decode different things, as when one alone could reach the hub."""
+    digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).digest()
+    number_1 = torch.tensor([int.from_bytes(digest[:3])], dtype=torch.int32, device=target.head_VD.device)
+    if len(set(ranks.gather(number_1).flatten().tolist())) > 1:
+        raise PromptError("the ranks have read different prompts; fetch the tasks' data first, or give files")
 
 
 def _load(ranks: Ranks, job: Job, pair: Pair, prompts: Mapping[str, TaskPrompts]) -> Models:

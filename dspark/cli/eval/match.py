@@ -65,7 +65,7 @@ class Match:
         num_temperatures = len(self.plan.temperatures)
         turns = {task: self.compare(task, 1, [found.ids] * num_temperatures)}
         dialogues = [list(found.conversations)] * num_temperatures
-        for turn in range(2, self.plan.turns + 1):
+        for turn in range(2, self.plan.turns + 1 if dialogues[0] else 2):
             answers = turns[turn_name(task, turn - 1)][-1].texts
             dialogues = [go_on(chat, *both) for both in zip(dialogues, answers, strict=True)]
             if dialogues[0]:

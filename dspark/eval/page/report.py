@@ -140,16 +140,20 @@ def _headline(evaluation: Evaluation) -> str:
     lengths = " and ".join(f"{mean:.2f} tokens at T = {temperature}" for temperature, mean in means.items())
     prompts = _many(counted.measurements[0].num_prompts, "prompt")
     where = f"{prompts} of {report.label(next(iter(tasks)))}" if len(tasks) == 1 else f"mean over {len(tasks)} tasks"
+    loops = f"without the {num_looping} of {_many(num_texts, 'text')} that end in a loop"
+    loops = loops if num_looping else f"none of {_many(num_texts, 'text')} ends in a loop"
     said = (
         f"With {report.draft['name']}, a pass of {report.target['name']} yields {lengths or 'nothing that counts'}, "
-        f"instead of 1 ({where}, without the {num_looping} of {_many(num_texts, 'text')} that end in a loop)."
+        f"instead of 1 ({where}, {loops})."
     )
     return f'<p>{text(said)}</p><ul class="cards">{"".join(cards)}</ul>'
 
 
 def _counted(report: EvalReport) -> EvalReport:
-    """The real tasks alone; where all are synthetic, all of them."""
-    real = tuple(m for m in report.measurements if report.label(m.task) == m.task)
+    """The real tasks alone, their first turns; where all are synthetic, all of them."""
+    prompts = report.settings.get("prompts")
+    first = [m for m in report.measurements if prompts is None or m.task in prompts]
+    real = tuple(m for m in first if report.label(m.task) == m.task)
     return replace(report, measurements=real) if real else replace(report, settings={})
 
 

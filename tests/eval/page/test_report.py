@@ -44,7 +44,7 @@ def test_the_headline_is_a_task_with_its_interval_or_the_mean_over_real_tasks() 
     one = headline(evaluation("a", "made"))
     assert (
         "With &lt;draft&gt;, a pass of target yields 3.00 tokens at T&nbsp;=&nbsp;0, instead of 1 "
-        "(2 prompts of a, without the 0 of 2 texts that end in a loop)" in one
+        "(2 prompts of a, none of 2 texts ends in a loop)" in one
     )
     assert "<b>3.00</b>" in one
     assert "95 %: 2.00 - 4.00" in one
