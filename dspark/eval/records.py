@@ -179,6 +179,10 @@ def _parse_texts(path: Path, content: bytes, settings: Mapping[str, object] | No
         key = TextKey(row.task, row.temperature, row.contender, row.prompt_index)
         if key in texts:
             raise RecordError(f"{path}:{number}: {key} stands there twice; delete the lines from here on")
+        for counts in row.rounds:
+            bonus = counts.acceptance_length - counts.accepted_drafts
+            if not (0 <= counts.accepted_drafts <= counts.num_proposed and 0 <= bonus <= 1):
+                raise RecordError(f"{path}:{number}: {counts} cannot be; delete the lines from here on")
         ids_T = torch.tensor(row.ids, dtype=torch.int64)
         texts[key] = DecodedText(ids_T, row.rounds, **{name: getattr(row, name) for name in CLOCKS})
     return texts

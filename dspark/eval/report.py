@@ -202,6 +202,7 @@ def speed_tables(contenders: Sequence[Contender], title: str) -> list[Table]:
     """A row a contender and temperature: first token, time per token and gain; then where the time went."""
     speeds = _table(title, ("T", "first", "mean", "median", "p99", "tok/s", "gain", "(pred.)"))
     phases = _table(f"{title}: where the time went", ("T", *(group[0] for group in PHASES)))
+    phases.caption = "a round that the verifier runs as one, undivided, counts as verify"
     for contender in contenders:
         for m in contender.measurements:
             pace, gain = m.timing.time_per_token, m.speedup
@@ -214,9 +215,9 @@ def speed_tables(contenders: Sequence[Contender], title: str) -> list[Table]:
             phases.add_row(contender.name, f"{m.temperature:g}", *(f"{s / whole:.1%}" for s in shares.values()))
     speeds.caption = (
         "milliseconds: to the first token (median of texts), then per token (of texts)\n"
-        "gain: plain decoding's time per token over this one, prefill left out; predicted:\n"
-        "acceptance length / (a round's time in draft and target / a plain step's). What\n"
-        "is missing of it went into tokens cut off at the end and time spent elsewhere."
+        "gain: plain decoding's time per token over this one's, prefill left out\n"
+        "(pred.): acceptance length / (a round's time in draft and target / a plain\n"
+        "step's); what is missing of it: tokens cut off at the end, time elsewhere"
     )
     return [speeds, phases]
 

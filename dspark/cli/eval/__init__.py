@@ -59,6 +59,9 @@ def evaluate(
     if list_tasks:
         Console(markup=False, emoji=False).print(describe_tasks())
         return
+    for name, path in (("--draft", draft), ("--out", out), ("--against", against)):
+        if path == Path():
+            raise ConfigError(f"{name}: is empty, or this very folder; give a folder of its own")
     if out is not None:
         check_writable(out, "--out")
     given = load_run(config) if config else None

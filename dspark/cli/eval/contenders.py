@@ -39,7 +39,9 @@ def contender_names(listed: str | None) -> tuple[str, ...]:
         if name == DRAFT:
             raise ConfigError(f"--baselines: {name!r} is the draft's own name; write ./{name} for that folder")
         if not (is_named or is_counted or is_share or (Path(name) / "config.json").is_file()):
-            raise ConfigError(f"--baselines: {name!r} is not known; expected some of {FORMS}, separated by commas")
+            raise ConfigError(
+                f"--baselines: {name!r} is not known; expected some of {FORMS}, N from 1, P between 0 and 1"
+            )
     return tuple(sorted(names, key=lambda name: name != PLAIN))
 
 

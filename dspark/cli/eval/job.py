@@ -205,7 +205,7 @@ def _show(
         title = f"{report.label(task)}: {report.draft['name']} on {report.target['name']}"
         if len(group) > 1:
             console.print(*comparison_tables(group, title))
-        console.print(*speed_tables(group, report.machine()))
+        console.print(*speed_tables(group, f"{report.label(task)}: {report.machine()}"))
         on_host = [c.name for c in group if c.name.partition(":")[0] in HOST]
         if report.settings["engine"] == VERIFIER and on_host:
             console.print(f"rounds seen through by the host, which costs time: {', '.join(on_host)}", highlight=False)

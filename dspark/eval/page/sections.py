@@ -25,7 +25,8 @@ LENGTH_NOTE = (
     "The dot is the mean over all rounds, the line its 95 % interval over prompts. 1 means that no draft helped."
 )
 POSITION_NOTE = (
-    "Survival: share of rounds in which the slot's token was accepted. Conditional: the same among the rounds that "
+    "Survival: of the rounds that proposed the slot, the share in which its token was accepted; ways that propose few "
+    "tokens when they are unsure propose late slots in good rounds only. Conditional: the same among the rounds that "
     "accepted every slot before it. Slot 0 drafts the token after the anchor."
 )
 HISTOGRAM_NOTE = "How many drafted tokens the rounds accepted; the target's own token comes on top."
@@ -42,8 +43,9 @@ COST_NOTE = (
 )
 FORCED_NOTE = (
     "Teacher-forced: every block is anchored in text that is given, and its acceptance is computed rather than drawn. "
-    "Decoded: what the rounds counted. Same rounds: those whose whole block lies in the text; the difference is 0 but "
-    "for chance where drafting sees what training showed."
+    "In the plot, over all blocks, from how far draft and target overlap; in the table, from the chance of the text's "
+    "own tokens, over the rounds whose whole block lies in the text, beside what these rounds counted: the difference "
+    "is 0 but for chance unless drafting sees something else than training showed."
 )
 EXCERPT_NOTE = "Marked: drafted and accepted. Plain: the target's own token, one a round. Hover for the round."
 

@@ -74,6 +74,8 @@ def run(
         with contextlib.suppress(RuntimeError):  # the store ends with the process that started the ranks
             store.set(f"failure/{rank}", text)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # a terminal sends it to every process, and the one that started the ranks says so
+        raise SystemExit(130) from None
 
 
 def _end_with_parent() -> None:
