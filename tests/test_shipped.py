@@ -5,6 +5,7 @@ import torch
 from one_by_one import assert_every_count_agrees
 
 from dspark.data.chat import ChatFormat, encode_prompt
+from dspark.decode.generation import DraftSpeaker, PlainSpeaker
 from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
 from dspark.eval.measure import decode_prompts, summarise
@@ -60,7 +61,8 @@ def test_greedy_text_is_plain_text_and_the_draft_earns_three_tokens_a_round(
     target: LingModel, draft: DraftModel, prompts: list[torch.Tensor]
 ) -> None:
     sampling = Sampling(0.0, 64, FACTS.stop_token_ids)
-    drafted, plain = (decode_prompts(target, each, prompts, sampling, seed=0) for each in (draft, None))
+    ways = (DraftSpeaker(target, draft), PlainSpeaker(target))
+    drafted, plain = (decode_prompts(way, prompts, sampling, seed=0) for way in ways)
     assert [text.ids_T.tolist() for text in drafted] == [text.ids_T.tolist() for text in plain]
     counts = summarise("heldout", 0.0, drafted).acceptance
     assert counts is not None
