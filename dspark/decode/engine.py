@@ -1,10 +1,11 @@
 """The verifier's cycles as a way to write texts: whole rounds on the device, read by the host one round late."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from dspark.decode.round import Round
+from dspark.decode.round import count
 from dspark.decode.sampling import Sampling, Uniforms
 from dspark.decode.speaking import Spoken, Stopwatch
 from dspark.errors import ConfigError
@@ -13,6 +14,8 @@ from dspark.verifier.drafting import Cycle, Drafter, time_parts
 from dspark.verifier.timing import Clock
 
 SEEDS = 2**62
+SLACK_TOKENS = 48
+"""Room behind the longest text: two windows under way, and what a round commits beyond max_new_tokens."""
 
 
 class CycleSpeaker:
@@ -50,9 +53,9 @@ class CycleSpeaker:
         num_tokens, num_rounds = 1, 0
         most = sampling.max_new_tokens - (not self.is_drafting)  # a full text is followed by one more round if drafted
         while ids[-1] not in sampling.stop_token_ids and num_tokens <= most:
-            ids = next(received)
-            room = sampling.max_new_tokens - num_tokens
-            ids, counts = _count(ids, room, cycle, sampling.stop_token_ids)
+            ids, room = next(received), sampling.max_new_tokens - num_tokens
+            ids, counts = count(ids, self.drafter.num_drafts, sampling.stop_token_ids, cycle.confidence_logits)
+            counts = replace(counts, is_cut=counts.is_cut or len(ids) > room)
             num_tokens, num_rounds = num_tokens + len(ids), num_rounds + 1
             yield [Spoken(0, ids[:room], counts if self.is_drafting else None)]
         stopwatch.lap("cycle")
@@ -72,17 +75,6 @@ class CycleSpeaker:
                 found = time_parts(cycle, clock, len(prompt_ids_T))
                 self._part_seconds[temperature] = {name: value / 1e6 for name, value in found.items()}
         return self._cycles[temperature]
-
-
-def _count(ids: list[int], room: int, cycle: Cycle, stop_token_ids: tuple[int, ...]) -> tuple[list[int], Round]:
-    """A cycle's new ids up to an accepted stop token, and their counts as ``Round`` has them."""
-    num_proposed, accepted_drafts = cycle.drafter.num_drafts, len(ids) - 1
-    stop = next((place for place, new_id in enumerate(ids[:-1]) if new_id in stop_token_ids), None)
-    if stop is not None:
-        ids = ids[: stop + 1]
-        num_proposed = accepted_drafts = stop + 1
-    is_cut = stop is not None or len(ids) > room
-    return ids, Round(num_proposed, accepted_drafts, len(ids), is_cut, cycle.confidence_logits)
 
 
 def _divide(phase_seconds: dict[str, float], parts: dict[str, float]) -> None:

@@ -1,6 +1,6 @@
 """One round of speculative decoding: draw a block from the draft, have the target verify it, commit what is kept."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -135,11 +135,17 @@ def choose(
     Shapes: target_probs_NV, N = K + 1. Returns: the new ids and the round's counts.
     """
     accepted_drafts, final_id = accept(block.ids_K, block.probs_KV, target_probs_NV, uniforms)
-    num_proposed = len(block.ids_K)
     new_ids = [*block.ids_K[:accepted_drafts].tolist(), final_id]
-    stop = next((i for i, new_id in enumerate(new_ids[:-1]) if new_id in sampling.stop_token_ids), None)
+    return count(new_ids, len(block.ids_K), sampling.stop_token_ids, block.confidence_logits)
+
+
+def count(
+    ids: list[int], num_proposed: int, stop_token_ids: Collection[int], confidence_logits: tuple[float, ...]
+) -> tuple[list[int], Round]:
+    """A round's counts, from its accepted drafts and the token after them: these ids, up to an accepted stop token."""
+    accepted_drafts = len(ids) - 1
+    stop = next((place for place, new_id in enumerate(ids[:-1]) if new_id in stop_token_ids), None)
     if stop is not None:
-        new_ids = new_ids[: stop + 1]
+        ids = ids[: stop + 1]
         accepted_drafts = num_proposed = stop + 1
-    counts = Round(num_proposed, accepted_drafts, len(new_ids), stop is not None, block.confidence_logits)
-    return new_ids, counts
+    return ids, Round(num_proposed, accepted_drafts, len(ids), stop is not None, confidence_logits)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dspark.cli.bench import DEVICE, DTYPE, SEED, config_folder, run_file, save_report
 from dspark.config import load_run
-from dspark.decode.engine import CycleSpeaker
+from dspark.decode.engine import SLACK_TOKENS, CycleSpeaker
 from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError, DsparkError
 from dspark.eval.measure import decode_prompts, summarise
@@ -31,7 +31,6 @@ from dspark.verifier.timing import replay, uniform_trace
 
 RANDOM = "random"
 ANSWER_TOKENS = 5000
-SLACK_TOKENS = 48
 TRACE_TOKENS = 128
 FIXED_LENGTHS = {"NEXTN": (3.25,), "DSpark": (3.25, 5.29)}
 """Acceptance lengths at which random weights, whose own mean nothing, are read, beside that of a whole window: NEXTN's

@@ -17,6 +17,7 @@ from dspark.cli.eval.match import Match, Texts
 from dspark.cli.identity import Pair, find_pair
 from dspark.config import EvalSection, TargetSection
 from dspark.data.chat import ChatFormat
+from dspark.decode.engine import SLACK_TOKENS
 from dspark.errors import ConfigError, DsparkError, PromptError
 from dspark.eval.comparison import Contender
 from dspark.eval.measure import DecodedText, Measurement
@@ -41,9 +42,6 @@ from dspark.verifier import Verifier
 from dspark.verifier.ranks import Ranks
 
 REFERENCE, VERIFIER = "reference", "verifier"
-SLACK_TOKENS = 48
-"""Behind the longest text: two windows under way, and what a round commits beyond max_new_tokens."""
-
 TURN_TOKENS = 64
 """What a chat template writes around a turn and its answer, at most."""
 
@@ -93,7 +91,7 @@ def choose_engine(name: str | None, target: str, plan: EvalSection, place: tuple
 def run(ranks: Ranks, job: Job) -> None:
     """Measure on one rank."""
     console = Console(markup=False, emoji=False, quiet=ranks.rank > 0)
-    if torch.device(job.device).index is not None:
+    if job.device.startswith("cuda:"):
         torch.cuda.set_device(job.device)  # graphs and kernels are made for the current one
     pair, plan, seed = find_pair(job.target.path, job.draft), job.plan, job.seeds[0]
     chat = ChatFormat(pair.tokenizer, pair.facts.stop_token_ids, job.is_thinking)
