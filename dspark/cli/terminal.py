@@ -1,6 +1,6 @@
 """What the commands share with the terminal: the ``--device`` option, checked before anything is loaded, and bars."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dspark.eval.measure import Decode, DecodedText, Each
+from dspark.eval.measure import DecodedText
 
 DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -61,17 +61,3 @@ def text_progress(name: str, total: int, is_shown: bool = True) -> Iterator[Call
             progress.update(task, advance=1, description=name + length)
 
         yield advance
-
-
-@contextmanager
-def watched(contender: str, temperature: float, total: int) -> Iterator[Each]:
-    """``text_progress`` as ``compare`` asks for it."""
-    with text_progress(f"{contender}, T = {temperature:g}", total) as advance:
-
-        def each(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
-            texts = decode(numbers)
-            for text in texts:
-                advance(text)
-            return texts
-
-        yield each

@@ -97,14 +97,3 @@ def expect(
             measurement = replace(measurement, teacher_forced=teacher_forced_statistics(found), decoding_gap=gap)
         measurements.append(measurement)
     return replace(contender, measurements=tuple(measurements))
-
-
-def summary(contenders: Sequence[Contender]) -> str:
-    """The result at the first temperature in a sentence."""
-    plain = contenders[0].measurements[0]
-    drafted = [(c.name, a) for c in contenders if (a := c.measurements[0].acceptance) is not None]
-    lengths = [f"{name} {a.mean_acceptance_length:.2f}" for name, a in drafted]
-    return (
-        f"Tokens a round on {plain.num_prompts} held-out prompts at temperature {plain.temperature:g}, "
-        f"bonus token included: {', '.join(lengths)}."
-    )

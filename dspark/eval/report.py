@@ -178,11 +178,8 @@ def comparison_tables(contenders: Sequence[Contender], title: str) -> list[Table
 
 
 def _comparison_table(contenders: Sequence[Contender], title: str) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
-    table.add_column("decoding", no_wrap=True)
-    for m in contenders[0].measurements:
-        table.add_column(f"acceptance, T = {m.temperature:g}\n(95 % interval)", justify="right", no_wrap=True)
-        table.add_column("tok/s", justify="right", no_wrap=True)
+    at = [f"acceptance, T = {m.temperature:g}\n(95 % interval)" for m in contenders[0].measurements]
+    table = _table(title, [name for acceptance in at for name in (acceptance, "tok/s")])
     for contender in contenders:
         cells: list[str] = []
         for m in contender.measurements:

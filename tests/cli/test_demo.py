@@ -45,37 +45,39 @@ def write_demo(folder: Path) -> Path:
 
 
 def test_the_pipeline_ends_in_a_table_and_a_page_and_goes_on_when_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = write_demo(tmp_path)
     demo(config)
-    said, page = capsys.readouterr().out, tmp_path / "demo" / "report.html"
-    html = page.read_text()
-    for name in ("plain decoding", "untrained draft", "demo draft", "shipped draft"):
-        assert name in said
-        assert name in html
-    assert "T = 1" in said
-    assert html.count("<svg") == 8
+    said, page, out = capfd.readouterr().out, tmp_path / "demo" / "report.html", tmp_path / "demo" / "eval"
+    shipped = os.path.relpath(tmp_path / "target" / "draft", REPOSITORY)
+    tree, html = json.loads((out / "report.json").read_text()), page.read_text()
+    assert list(tree["baselines"]) == ["plain", "untrained", shipped]
+    assert (tree["settings"]["seed"], tree["settings"]["untrained_seed"]) == (load_run(config).seed,) * 2
+    for m in (m for group in (tree["measurements"], *tree["baselines"].values()) for m in group if m["acceptance"]):
+        low, high = m["acceptance"]["interval"]
+        assert f"{m['acceptance']['mean_acceptance_length']:.2f} ({low:.2f} - {high:.2f})" in said
+    for name in ("plain", "untrained", "draft", shipped):
+        assert name[-20:] in html
+    assert "acceptance, T = 1" in said
+    assert "<h2>How the draft learned</h2>" in html
     assert "no points were logged" not in html
+    assert list((tmp_path / "demo" / "report_png").glob("how-the-draft-learned-*.png"))
+    assert said.splitlines()[-1] == str(page)
     commands: list[list[str]] = []
 
     def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        if command[0] != sys.executable:
-            return subprocess.CompletedProcess(command, 0, "abc")
-        assert options["cwd"] == REPOSITORY
+        assert (command[0], options["cwd"]) == (sys.executable, REPOSITORY)
         commands.append(list(command[1:]))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    page.unlink()
     demo(config)
-    assert [command[:3] for command in commands[:2]] == [
-        ["-m", "dspark.cli.main", stage] for stage in ("prepare", "record")
-    ]
-    assert commands[2] == [*LAUNCH, "train.py", "--config", str(config), "--resume"]
+    assert commands.pop(2) == [*LAUNCH, "train.py", "--config", str(config), "--resume"]
+    stages = ("prepare", "record", "eval", "report")
+    assert [command[:3] for command in commands] == [["-m", "dspark.cli.main", stage] for stage in stages]
     (launch,) = json.loads((load_run(config).train.folder / PROVENANCE).read_text())
     assert launch["hardware"]["processes"] == "2 x cpu"
-    assert page.exists()
 
 
 def test_workers_end_with_a_demo_that_is_killed(tmp_path: Path) -> None:

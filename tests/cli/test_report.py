@@ -75,7 +75,7 @@ def test_a_page_and_its_pictures_lie_beside_the_evaluation(place: Path, said: st
 @pytest.mark.usefixtures("said")
 def test_the_answer_is_the_one_nearest_to_the_mean_and_is_whole(place: Path) -> None:
     html = (place / "first" / "report.html").read_text()
-    where = re.search(r"<h3>(\S+), prompt (\d), T&nbsp;=&nbsp;0</h3><pre><s></s>(.*?)</pre>", html, re.DOTALL)
+    where = re.search(r"<h3>(\S+), prompt (\d), T&nbsp;=&nbsp;0</h3><pre>(.*?)</pre>", html, re.DOTALL)
     assert where
     texts = read_texts(place / "first" / "texts.jsonl")
     tokenizer, task = load_tokenizer(place / "target"), str(place / "prompts.jsonl")
@@ -166,6 +166,13 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing measured": (lambda f: change(f, lambda t: t.update(measurements=[])), "report.json: nothing was measured"),
     "no journal": (lambda f: (f / "texts.jsonl").unlink(), "texts.jsonl: no such file"),
     "odd bytes": (lambda f: (f / "texts.jsonl").write_bytes(b"\xff\xfe\n" * 3), "texts.jsonl:1: not a journal"),
+    "a torn log": (
+        lambda f: (
+            change(f, lambda t: t["draft"].update(name=str(f / "draft"))),
+            (f / "metrics.jsonl").write_text('{"step": 1.0}\n{"st'),
+        ),
+        "metrics.jsonl: not the log of a training",
+    ),
     "a text less": (cut_journal, "has other texts than report.json counts"),
 }
 

@@ -9,7 +9,7 @@ from contenders import CONTENDERS, measured
 from rich.console import Console
 from rich.table import Table
 
-from dspark.eval.comparison import Contender, summary
+from dspark.eval.comparison import Contender
 from dspark.eval.measure import Difference, GreedyEquality
 from dspark.eval.report import EvalReport, comparison_tables, difference_lines, task_tables, write_json
 
@@ -116,7 +116,3 @@ def test_baselines_and_differences_are_in_the_json(tmp_path: Path) -> None:
     equality, nothing = (m["equality"] for m in tree["measurements"])
     assert (equality["mismatches"], equality["faults"], nothing) == (1, 0, None)
     assert equality["differences"] == [{"prompt": 1, "position": 17, "gap": 4e-4, "is_tie": True}]
-
-
-def test_the_summary_names_every_draft() -> None:
-    assert summary(CONTENDERS).endswith("untrained draft 1.25, demo draft 3.00, shipped draft 4.75.")

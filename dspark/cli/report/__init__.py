@@ -1,28 +1,24 @@
 """dspark report: evaluations as a page to look at, and their plots as pictures."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from dspark.errors import CheckpointError, ConfigError
-from dspark.eval.page import (
-    Evaluation,
-    Piece,
-    compare_evaluations,
-    draw,
-    has_font,
-    pieces,
-    read_evaluation,
-    render_report,
-    typical_text,
-)
+from dspark.errors import CheckpointError, ConfigError, RecordError
+from dspark.eval.page.excerpt import Piece, pieces
+from dspark.eval.page.folder import Evaluation, read_evaluation
+from dspark.eval.page.pictures import draw, has_font
+from dspark.eval.page.report import compare_evaluations, render_report, typical_text
 from dspark.eval.page.style import FONTS
 from dspark.files import write_whole
 from dspark.target.loading import locate_target
 from dspark.target.tokenizer import load_tokenizer, tokenizer_fingerprint
+from dspark.train.log import METRICS, Row
 
 PAGE = "report.html"
 NO_FONT = f"no pictures were made: their text needs one of the fonts {', '.join(FONTS)}; install one"
@@ -44,7 +40,7 @@ def report(
     _check_distinct(runs)
     if compare and len(runs) < 2:
         raise ConfigError(f"--compare: give two RUNs or more, found {len(runs)}")
-    evaluations = [read_evaluation(folder) for folder in runs]
+    evaluations = [_with_training(read_evaluation(folder)) for folder in runs]
     versus = [compare_evaluations(evaluations[0], other) for other in evaluations[1:]] if compare else []
     html, svgs = render_report(evaluations, [_excerpt(evaluation) for evaluation in evaluations], versus)
     pictures = draw(svgs) if has_font() else {}
@@ -64,6 +60,16 @@ def _check_distinct(runs: Sequence[Path]) -> None:
         if folder.resolve() in seen:
             raise ConfigError(f"{folder}: given twice; name every RUN once")
         seen.add(folder.resolve())
+
+
+def _with_training(evaluation: Evaluation) -> Evaluation:
+    """With the log of the draft's training, where it lies beside the draft."""
+    path = Path(str(evaluation.report.draft["name"])).parent / METRICS
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    try:
+        return replace(evaluation, training=list(map(TypeAdapter(Row).validate_json, lines)))
+    except ValidationError as error:
+        raise RecordError(f"{path}: not the log of a training; mend it or move it away") from error
 
 
 def _excerpt(evaluation: Evaluation) -> Sequence[Piece] | str:

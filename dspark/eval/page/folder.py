@@ -1,6 +1,6 @@
 """The folder of a finished evaluation, read whole and checked before anything is drawn from it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +48,12 @@ class _Named:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A report and its texts."""
+    """A report and its texts, and of the draft's training what its log says, if that is known."""
 
     folder: Path
     report: EvalReport
     texts: Mapping[TextKey, DecodedText]
+    training: Sequence[Mapping[str, float]] = ()
 
     def everyone(self) -> dict[str, tuple[Measurement, ...]]:
         """The measurements of every contender, the draft's first."""

@@ -30,6 +30,10 @@ PAIRED_NOTE = (
     "First draft minus second on the same prompts, with the 95 % interval over prompts; right of the dashed line the "
     "first is better. p: how often swapping the two in random prompts makes as large a difference. Dots: prompts."
 )
+LEARNED_NOTE = (
+    "From the metrics.jsonl beside the draft. The acceptance length while training is estimated on the recorded text "
+    "at temperature 1; the level line is what decoding at temperature 1 then gave."
+)
 HEADLINE_NOTE = " Texts that end in a loop flatter a draft: the headline leaves them out, the table does not."
 CHECKS_NOTE = (
     "Texts that end in a loop flatter a draft. A greedy text must be plain decoding's own; where rounding makes two "
@@ -221,6 +225,23 @@ def _by_prompt(evaluation: Evaluation) -> list[Figure]:
     return [Figure(f"By length of the prompt, T = {t:g}", interval_chart(rows, of.LENGTH)) for t, rows in found.items()]
 
 
+def _learned(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
+    """The draft's loss, and its estimated acceptance length beside the decoded one."""
+    loss, estimated = (
+        tuple((row["step"], row[key]) for row in evaluation.training if row.keys() >= {"step", key})
+        for key in ("loss", "acceptance_length")
+    )
+    curves, level = [Series("estimated", estimated, 0)], _counted(evaluation.report).mean_acceptance_lengths().get("1")
+    if estimated and level:
+        curves.append(Series("decoded", ((estimated[0][0], level), (estimated[-1][0], level)), 4))
+    chart = line_chart(curves, "step", "tokens a round")
+    figures = [
+        Figure("Loss", line_chart([Series("loss", loss, 0)], "step", "loss")),
+        Figure("Acceptance length", chart),
+    ]
+    return figures if evaluation.training else []
+
+
 def _paired(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
     """What the evaluation itself compared."""
     pairings: dict[str, list[Pairing]] = {}
@@ -263,7 +284,7 @@ def _excerpt(evaluation: Evaluation, pieces: Sequence[Piece] | str) -> Part:
     (key, shown), whole = found, evaluation.texts[found[0]]
     where = f"{key.task}, prompt {key.prompt_index}, T = {key.temperature:g}"
     where += f", the first {LONGEST_TOKENS} tokens" if len(shown.ids_T) < len(whole.ids_T) else ""
-    return Part(html=f"<h3>{text(where)}</h3>{of.excerpt('', pieces)}")
+    return Part(html=f"<h3>{text(where)}</h3>{of.excerpt(pieces)}")
 
 
 def _provenance(evaluation: Evaluation) -> dict[str, object]:
@@ -285,6 +306,7 @@ DRAWN: Sequence[tuple[str, Callable[[Evaluation, Sequence[of.Group]], list[Figur
     ("Along the answer", _along, NOTHING, ALONG_NOTE),
     ("What a round costs", _each(of.costs), NOTHING, of.COST_NOTE),
     ("Teacher-forced and decoded", _each(of.forced), "no teacher-forced estimate was made", of.FORCED_NOTE),
+    ("How the draft learned", _learned, "no metrics.jsonl lies beside the draft", LEARNED_NOTE),
     ("Paired differences", _paired, "the evaluation was not run --against another", PAIRED_NOTE),
 )
 """Title, what draws a run's part, why it may be missing, and the note."""

@@ -185,7 +185,7 @@ def num_looping(m: Measurement) -> int:
     return round(m.looping_share * m.num_prompts)
 
 
-def excerpt(prompt: str, pieces: Sequence[Piece]) -> str:
+def excerpt(pieces: Sequence[Piece]) -> str:
     """A text whose drafted and accepted pieces are marked."""
     said = "".join(
         f'<mark title="round {p.round_index}: drafted">{escape(p.text)}</mark>'
@@ -193,7 +193,7 @@ def excerpt(prompt: str, pieces: Sequence[Piece]) -> str:
         else f'<span title="round {p.round_index}: the target">{escape(p.text)}</span>'
         for p in pieces
     )
-    return f"<pre><s>{escape(prompt)}</s>{said}</pre>"
+    return f"<pre>{said}</pre>"
 
 
 def _table(group: Group, head: Sequence[str], cells: Callable[[Measurement], list[str]]) -> str:

@@ -104,7 +104,6 @@ svg { display: block; width: 100%; height: auto; }
 i { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .45em; }
 pre { background: var(--panel); border: 1px solid var(--rule); border-radius: 8px; padding: 12px; margin: 0;
   font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-pre s { color: var(--soft); text-decoration: none; }
 mark { background: var(--mark); color: inherit; border-radius: 3px; }
 dl { display: grid; grid-template-columns: minmax(90px, max-content) 1fr; gap: 6px 16px; margin: 0; font-size: .9rem; }
 dt { color: var(--soft); }

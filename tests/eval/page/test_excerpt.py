@@ -4,7 +4,7 @@ import torch
 
 from dspark.decode.round import Round
 from dspark.eval.measure import DecodedText
-from dspark.eval.page import Piece, pieces
+from dspark.eval.page.excerpt import Piece, pieces
 
 
 def text(num_tokens: int, *lengths: int) -> DecodedText:

@@ -8,7 +8,9 @@ import torch
 
 from dspark.decode.round import Round
 from dspark.eval.measure import DecodedText, Difference, GreedyEquality, summarise
-from dspark.eval.page import Evaluation, Piece, compare_evaluations, render_report, typical_text
+from dspark.eval.page.excerpt import Piece
+from dspark.eval.page.folder import Evaluation
+from dspark.eval.page.report import compare_evaluations, render_report, typical_text
 from dspark.eval.pairing import REPORT_FILE, ROUNDS_FILE
 from dspark.eval.records import TextKey, write_rounds
 from dspark.eval.report import EvalReport, write_json
@@ -131,3 +133,19 @@ def test_a_text_that_is_not_plain_decodings_is_named() -> None:
     assert "<li>draft, a: prompt 1 leaves plain decoding at new token 7" in html
     assert "A FAULT" in html
     assert "<li>Who wrote what: no words.</li>" in html
+
+
+def test_the_drafts_training_is_drawn_beside_what_decoding_gave() -> None:
+    rows = [{"step": 5.0, "loss": 2.0, "acceptance_length": 1.5}, {"step": 10.0, "loss": 1.0, "acceptance_length": 2.5}]
+    shown = evaluation("a")
+    html, svgs = render_report([replace(shown, training=rows)], ["no words"], [])
+    assert "<title>loss: 1 at 10</title>" in html
+    assert "<title>estimated: 2.5 at 10</title>" in html
+    assert "<title>decoded" not in html, "nothing was decoded at temperature 1"
+    assert {"how-the-draft-learned-loss", "how-the-draft-learned-acceptance-length"} <= svgs.keys()
+    warm = replace(shown.report, measurements=(replace(shown.report.measurements[0], temperature=1.0),))
+    texts = {replace(key, temperature=1.0): text for key, text in shown.texts.items()}
+    html, _ = render_report([replace(shown, report=warm, texts=texts, training=rows)], ["no words"], [])
+    assert "<title>decoded: 3 at 10</title>" in html
+    html, _ = render_report([shown], ["no words"], [])
+    assert "<li>How the draft learned: no metrics.jsonl lies beside the draft.</li>" in html
