@@ -1,6 +1,6 @@
 """Whole texts, all in step: plain decoding, and speculative decoding."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic
 
@@ -14,14 +14,6 @@ from dspark.decode.speaking import Spoken, Stopwatch
 from dspark.draft.model import DraftModel
 from dspark.errors import DraftMismatchError
 from dspark.types import CacheT, Target, TargetOutput
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A generated text (ids_T int64, new ids only, on the CPU) and the rounds that made it."""
-
-    ids_T: torch.Tensor
-    rounds: tuple[Round, ...]
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,12 @@ class DraftSpeaker(Generic[CacheT]):
     def __call__(
         self, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms], stopwatch: Stopwatch
     ) -> Iterator[list[Spoken]]:
-        """As ``Speaker``; ``speculate`` says in which order a row's uniforms are taken.
+        """As ``Speaker``; a DSpark draft is bound to the target's tables. Source: dspark.md 6.
+
+        A row's uniforms are taken in this order: one for the token after the prompt; then in each round one a drafted
+        token (unless greedy), one a proposed token for its acceptance, one for the round's last token. A text of
+        exactly max_new_tokens is followed by one more round, which is counted and adds nothing to the text: DeepSpec
+        stops there.
         Raises: DraftMismatchError for a drafter that reads other layers than the target taps, or that does not say how
         sure it is when there is a budget; as the drafters are made.
         """
@@ -174,37 +171,14 @@ def _first_ids(
     return sample(target.logits(hidden_BD), sampling, [uniform() for uniform in uniforms])
 
 
-def gather(steps: Iterable[list[Spoken]], num_texts: int) -> list[Generation]:
-    """The whole texts of ``num_texts`` rows, once a speaker has said everything."""
-    ids: list[list[int]] = [[] for _ in range(num_texts)]
-    rounds: list[list[Round]] = [[] for _ in range(num_texts)]
-    for news in steps:
-        for row, new_ids, counts in news:
-            ids[row] += new_ids
-            rounds[row] += [] if counts is None else [counts]
-    return [Generation(torch.tensor(of_row), tuple(made)) for of_row, made in zip(ids, rounds, strict=True)]
-
-
 def generate(
     target: Target[CacheT], prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
 ) -> list[torch.Tensor]:
     """Plain decoding of all prompts in step (``PlainSpeaker``); for ``uniforms`` see ``row_uniforms``.
     Shapes: prompts int64 [T_b], T_b >= 1. Returns: new ids of each row, int64 on the CPU, the stop token included.
     """
-    steps = PlainSpeaker(target)(prompts, sampling, uniforms, Stopwatch())
-    return [text.ids_T for text in gather(steps, len(prompts))]
-
-
-def speculate(
-    target: Target[CacheT], draft: Draft, prompt_ids_T: torch.Tensor, sampling: Sampling, uniforms: Uniforms
-) -> Generation:
-    """Speculative decoding of one prompt: the same text as ``generate`` if greedy, the same distribution if not.
-
-    Uniforms are taken in this order: one for the token after the prompt; then in each round one a drafted token (unless
-    greedy), one a proposed token for its acceptance, one for the round's last token. A text of exactly max_new_tokens
-    is followed by one more round, which is counted and adds nothing to the text: DeepSpec stops there.
-    Shapes: prompt_ids_T int64, T >= 1; a DSpark draft is bound to the target's tables. Source: dspark.md 6.
-    Raises: DraftMismatchError as ``DraftSpeaker``.
-    """
-    (text,) = gather(DraftSpeaker(target, draft)([prompt_ids_T], sampling, [uniforms], Stopwatch()), 1)
-    return text
+    ids: list[list[int]] = [[] for _ in prompts]
+    for news in PlainSpeaker(target)(prompts, sampling, uniforms, Stopwatch()):
+        for spoken in news:
+            ids[spoken.row] += spoken.ids
+    return list(map(torch.tensor, ids))

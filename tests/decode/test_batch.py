@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from speculating import Generation, gather, speculate
 from tiny import VOCAB_SIZE, write_tiny_qwen3
 from toy import SIZE, TableTarget, move, sure, toy_pair
 
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode import speaking
 from dspark.decode.drafter import Draft, LookupDrafter
-from dspark.decode.generation import DraftSpeaker, Generation, PlainSpeaker, gather, generate, speculate
+from dspark.decode.generation import DraftSpeaker, PlainSpeaker, generate
 from dspark.decode.round import Block
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.decode.speaking import Speaker, Stopwatch

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from speculating import speculate
 from toy import TableTarget, chi_square_p_value, toy_pair
 
 from dspark.decode.drafter import Drafter, LookupDrafter, ModelDrafter, look_up
-from dspark.decode.generation import generate, speculate
+from dspark.decode.generation import generate
 from dspark.decode.round import Block
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms, token_probs
 from dspark.errors import DraftMismatchError

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from speculating import Generation, speculate
 from verifying import CAPACITY_TOKENS, random_ids
 
 from dspark.decode.engine import CycleSpeaker, _divide
-from dspark.decode.generation import Generation, generate, speculate
+from dspark.decode.generation import generate
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.decode.speaking import Stopwatch

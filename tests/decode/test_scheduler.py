@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculating import gather
 from toy import SIZE, TableTarget, sure, toy_draft, toy_pair
 
 from dspark.decode.drafter import Draft, LookupDrafter
-from dspark.decode.generation import DraftSpeaker, gather, generate
+from dspark.decode.generation import DraftSpeaker, generate
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.decode.scheduler import share
 from dspark.decode.speaking import Spoken, Stopwatch

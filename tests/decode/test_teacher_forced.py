@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from speculating import Generation, speculate
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
 from toy import SIZE, TableTarget, toy_draft, toy_pair
 
 from dspark.data.chat import ChatFormat, encode_prompt
-from dspark.decode.generation import Generation, generate, speculate
+from dspark.decode.generation import generate
 from dspark.decode.sampling import Sampling, row_uniforms, token_probs
 from dspark.decode.teacher_forced import TeacherForced, estimate, round_starts
 from dspark.draft.model import DraftModel

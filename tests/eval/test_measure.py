@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from golden_draft import exact
+from speculating import speculate
 from toy import TableTarget
 
 from dspark.config import DraftConfig, EvalSection
 from dspark.decode import round as round_module
 from dspark.decode.acceptance import accept
 from dspark.decode.drafter import LookupDrafter
-from dspark.decode.generation import DraftSpeaker, PlainSpeaker, speculate
+from dspark.decode.generation import DraftSpeaker, PlainSpeaker
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.decode.speaking import Speaker

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from speculating import speculate
 from verifying import CAPACITY_TOKENS, random_ids
 
-from dspark.decode.generation import generate, speculate
+from dspark.decode.generation import generate
 from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError
 from dspark.export import check_target, read_draft

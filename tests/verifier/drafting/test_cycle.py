@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from speculating import speculate
 from tiny import write_tiny_ling
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import chi_square_p_value
 from verifying import CAPACITY_TOKENS, random_ids
 
 from dspark.config import DraftConfig
-from dspark.decode.generation import speculate
 from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
