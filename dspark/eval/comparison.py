@@ -34,14 +34,14 @@ class Contender:
 def compare(
     speakers: Mapping[str, Speaker],
     target: Target[Any],
-    prompts: Sequence[torch.Tensor],
+    prompts: Sequence[Sequence[torch.Tensor]],
     plan: EvalSection,
     random: tuple[tuple[int, ...], int],
     watch: Watch,
 ) -> tuple[Contender, ...]:
-    """Decode the prompts in each way at each temperature of the plan; ``random`` is (stop_token_ids, seed).
-    ``target`` judges the greedy texts of ways that draft: against those of a plain way before them, if there is one,
-    else on their own.
+    """Decode in each way, at each temperature of the plan, the prompts that are its own; ``random`` is
+    (stop_token_ids, seed). ``target`` judges the greedy texts of ways that draft: against those of a plain way before
+    them, if there is one, else on their own.
     Raises: PromptError when every text of a way that drafts stopped at its first token.
     """
     contenders: list[Contender] = []
@@ -49,22 +49,19 @@ def compare(
     for name, speaker in speakers.items():
         answers: list[tuple[DecodedText, ...]] = []
         measurements = []
-        for temperature in plan.temperatures:
-            sampling = draws(plan, temperature, random[0])
-            with watch(name, temperature, len(prompts)) as each:
-                texts = decode_prompts(speaker, prompts, sampling, random[1], each, plan.batch_size)
-            measurement = summarise(", ".join(plan.tasks), temperature, texts)
-            if speaker.is_drafting and not measurement.acceptance:
-                raise PromptError(
-                    f"all {len(prompts)} texts stopped at their first token; use prompts that the target answers"
-                )
+        for sampling, ids in zip(draws(plan, random[0]), prompts, strict=True):
+            with watch(name, sampling.temperature, len(ids)) as each:
+                texts = decode_prompts(speaker, ids, sampling, random[1], each, plan.batch_size)
+            measurement = summarise(", ".join(plan.tasks), sampling.temperature, texts)
             before = plain[len(answers)] if plain else None
-            if sampling.is_greedy and speaker.is_drafting:
-                equality = compare_greedy(target, prompts, texts, sampling, before)
-                measurement = replace(measurement, equality=equality)
-            if before and measurement.acceptance:
-                gain = speedup(before, texts, measurement.acceptance.num_tokens)
-                measurement = replace(measurement, speedup=gain)
+            if speaker.is_drafting:
+                if not measurement.acceptance:
+                    raise PromptError(
+                        f"all {len(ids)} texts stopped at their first token; use prompts that the target answers"
+                    )
+                equality = compare_greedy(target, ids, texts, sampling, before) if sampling.is_greedy else None
+                gain = speedup(before, texts, measurement.acceptance.num_tokens) if before else None
+                measurement = replace(measurement, equality=equality, speedup=gain)
             answers.append(texts)
             measurements.append(measurement)
         plain = plain if speaker.is_drafting else answers
@@ -72,25 +69,27 @@ def compare(
     return tuple(contenders)
 
 
-def draws(plan: EvalSection, temperature: float, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """How the plan's texts are drawn at one of its temperatures."""
-    return Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
+def draws(plan: EvalSection, stop_token_ids: tuple[int, ...]) -> list[Sampling]:
+    """How the plan's texts are drawn at each of its temperatures."""
+    return [Sampling(t, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p) for t in plan.temperatures]
 
 
 def expect(
     contender: Contender,
     pair: tuple[Target[Any], DraftModel],
-    prompts: Sequence[torch.Tensor],
+    prompts: Sequence[Sequence[torch.Tensor]],
     draws: Sequence[Sampling],
 ) -> Contender:
     """The contender with what teacher forcing expects of its draft on the very texts that it decoded, block by block
-    where its rounds began; ``draws`` are those of its measurements. Nothing is added where no block lies in a text.
+    where its rounds began; ``prompts`` and ``draws`` are those of its measurements. Nothing is added where no block
+    lies in a text.
     """
     measurements = []
-    for measurement, texts, sampling in zip(contender.measurements, contender.texts, draws, strict=True):
+    of_measurements = zip(contender.measurements, contender.texts, prompts, draws, strict=True)
+    for measurement, texts, ids, sampling in of_measurements:
         found = [
-            estimate(*pair, prompt_ids_T, text.ids_T, sampling, round_starts(text.rounds))
-            for prompt_ids_T, text in zip(prompts, texts, strict=True)
+            estimate(*pair, ids_T, text.ids_T, sampling, round_starts(text.rounds))
+            for ids_T, text in zip(ids, texts, strict=True)
         ]
         if any(text.anchors for text in found):
             gap = decoding_gap(found, [text.rounds for text in texts])

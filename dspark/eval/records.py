@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +20,7 @@ from dspark.errors import RecordError
 from dspark.eval.measure import DecodedText
 from dspark.files import claim, partial_of, put_in_place, write_whole
 
-JOURNAL_FILE = "texts.jsonl"
+JOURNAL_FILE, ROUNDS_FILE = "texts.jsonl", "rounds.parquet"
 FORMAT = "dspark-texts-2"
 CLOCKS = ("seconds", "is_looping", "first_token_seconds", "phase_seconds")
 """What a line says of a text beside its ids and rounds."""
@@ -64,30 +63,6 @@ def write_rounds(texts: Mapping[TextKey, DecodedText], path: Path) -> None:
     put_in_place(beside, path)
 
 
-def read_rounds(path: Path) -> dict[TextKey, tuple[Round, ...]]:
-    """The rounds of every text that has any, exactly as they were written.
-    Raises: RecordError for a file that is missing, damaged, or holds other columns or rounds out of order.
-    """
-    try:
-        with parquet.ParquetFile(path) as file:
-            if not file.schema_arrow.equals(SCHEMA):
-                raise RecordError(f"{path}: found the columns {file.schema_arrow.names}, expected {SCHEMA.names}")
-            rows = file.read().to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise RecordError(f"{path}: not the rounds of an evaluation ({error}); evaluate again") from error
-    found: dict[TextKey, tuple[Round, ...]] = {}
-    for key, group in groupby(rows, key=_take_key):
-        of_text = list(group)
-        if key in found or [row.pop("round_index") for row in of_text] != list(range(len(of_text))):
-            raise RecordError(f"{path}: the rounds of {key} are not in order; evaluate again")
-        found[key] = tuple(Round(**row | {"confidence_logits": tuple(row["confidence_logits"])}) for row in of_text)
-    return found
-
-
-def _take_key(row: dict[str, Any]) -> TextKey:
-    return TextKey(*(row.pop(name) for name in ("task", "temperature", "contender", "prompt_index")))
-
-
 class _Header(Section):
     format: str
     settings: dict[str, Any]
@@ -109,26 +84,23 @@ class _Line(Section, strict=True):
 
 
 class Journal:
-    """The finished texts of an evaluation in the order they were appended; opened by ``open_journal``."""
+    """The finished texts of an evaluation (ids_T int64 on the CPU) in the order they were appended; without a file they
+    are kept in memory alone.
+    """
 
-    def __init__(self, file: BinaryIO, texts: dict[TextKey, DecodedText]) -> None:
-        self._file = file
-        self._texts = texts
-
-    @property
-    def texts(self) -> Mapping[TextKey, DecodedText]:
-        """What is done. ids_T int64 on the CPU."""
-        return self._texts
+    def __init__(self, file: BinaryIO | None, texts: dict[TextKey, DecodedText]) -> None:
+        self._file, self.texts = file, texts
 
     def append(self, key: TextKey, text: DecodedText) -> None:
         """Add a text; when this returns it is on the disk, and no kill takes it away."""
-        assert key not in self._texts, f"{key} is done"
-        line = asdict(key) | {"ids": text.ids_T.tolist(), "rounds": [asdict(counts) for counts in text.rounds]}
-        line |= {name: getattr(text, name) for name in CLOCKS}
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._texts[key] = text
+        assert key not in self.texts, f"{key} is done"
+        self.texts[key] = text
+        if self._file:
+            line = asdict(key) | {"ids": text.ids_T.tolist(), "rounds": [asdict(counts) for counts in text.rounds]}
+            line |= {name: getattr(text, name) for name in CLOCKS}
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 @contextmanager

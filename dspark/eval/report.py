@@ -14,10 +14,20 @@ from rich.table import Table
 from dspark.eval.comparison import Contender
 from dspark.eval.confidence import Calibration
 from dspark.eval.measure import Measurement
-from dspark.eval.pairing import Pairing
+from dspark.eval.statistics import PairedComparison
 from dspark.files import write_whole
 
 ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A task at a temperature: this evaluation's draft against that of ``folder``."""
+
+    task: str
+    temperature: float
+    folder: str
+    comparison: PairedComparison
 
 
 @dataclass(frozen=True)

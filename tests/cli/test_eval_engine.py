@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from evaluating import arguments, write_tiny_draft
+from rounds_file import read_rounds
 from tiny import write_tiny_ling
 from typer.testing import CliRunner
 
 from dspark.cli.main import app
-from dspark.eval.records import TextKey, read_rounds
+from dspark.eval.records import TextKey
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from evaluating import arguments, failure, write_tiny_draft
-from pyarrow import compute, parquet
+from rounds_file import read_rounds
 from tiny import write_tiny_ling
 from typer.testing import CliRunner
 
 from dspark.cli.main import app
-from dspark.eval.records import TextKey, read_rounds
+from dspark.eval.records import TextKey
 
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = 8
@@ -119,12 +119,17 @@ def test_two_drafts_are_compared_prompt_by_prompt(place: Path, tmp_path: Path) -
 def test_rounds_that_the_report_does_not_count_are_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(place / "whole", tmp_path / "whole")
-    path = tmp_path / "whole" / "rounds.parquet"
-    table = parquet.read_table(path)
-    parquet.write_table(table.filter(compute.less(table["round_index"], 3)), path)
-    words = place_arguments(place, against=str(tmp_path / "whole"))
-    assert "has other rounds than report.json counts" in failure(monkeypatch, capsys, words)
+    words = place_arguments(place, against=str(tmp_path))
+    shutil.copy(place / "whole" / "report.json", tmp_path)
+    *lines, last = (place / "whole" / "texts.jsonl").read_text().splitlines()
+    rounds = json.loads(last)["rounds"]
+    longer = rounds[0] | {
+        name: rounds[0][name] + 1 for name in ("num_proposed", "accepted_drafts", "acceptance_length")
+    }
+    for other in (rounds[1:], [longer, *rounds[1:]]):
+        changed = json.dumps(json.loads(last) | {"rounds": other})
+        (tmp_path / "texts.jsonl").write_text("\n".join([*lines, changed]) + "\n")
+        assert "has other texts than report.json counts" in failure(monkeypatch, capsys, words)
 
 
 def test_what_the_other_evaluation_lacks_is_said(place: Path, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from evaluating import write_evaluations
 from playwright.sync_api import Page, sync_playwright
+from rounds_file import read_rounds
 from typer.testing import CliRunner
 
 from dspark.cli.main import app
-from dspark.eval.records import read_rounds
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")

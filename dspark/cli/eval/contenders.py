@@ -14,12 +14,12 @@ from dspark.decode.generation import DraftSpeaker, PlainSpeaker
 from dspark.decode.speaking import Speaker
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.eval.pairing import DRAFT
+from dspark.eval.evaluation import DRAFT
 from dspark.export import check_target, read_draft
 from dspark.train.setup import fresh_draft
 from dspark.types import Target
 from dspark.verifier import Verifier, load_mtp
-from dspark.verifier.drafting import BlockDrafter, Drafter, DraftWeights, MtpDrafter, NoDrafter, draft_weights
+from dspark.verifier.drafting import BlockDrafter, DraftWeights, MtpDrafter, NoDrafter, draft_weights
 
 PLAIN, HOST = "plain", ("ngram", "confidence", "budget")
 """``HOST``: ways whose blocks have any length, so that the host sees each round through."""
@@ -72,7 +72,9 @@ class Models:
         kind, _, value = name.partition(":")
         target, config = self.target, self.draft.config
         makers: dict[str, Callable[[], Speaker]] = {
-            PLAIN: lambda: self._on(NoDrafter) if isinstance(target, Verifier) else PlainSpeaker(target),
+            PLAIN: lambda: (
+                CycleSpeaker(target, NoDrafter(target)) if isinstance(target, Verifier) else PlainSpeaker(target)
+            ),
             "ngram": lambda: self._on_host(partial(LookupDrafter, config.block_size, config.vocab_size)),
             "untrained": lambda: self._drafted(target, self._untrained()),
             "mtp": lambda: self._mtp(int(value)),
@@ -81,12 +83,6 @@ class Models:
             "budget": lambda: self._on_host(self.draft, int(value)),
         }
         return makers.get(kind, lambda: self._from_folder(Path(name)))()
-
-    def _on(self, make: Callable[[Verifier], Drafter], verifier: Verifier | None = None) -> Speaker:
-        """Cycles of the verifier with the drafter that is made for it."""
-        own = verifier or self.target
-        assert isinstance(own, Verifier)
-        return CycleSpeaker(own, make(own))
 
     def _on_host(self, draft: Draft, budget: int | None = None) -> Speaker:
         """Rounds that the host sees through, on the verifier too: no graph holds blocks of any length."""
@@ -100,15 +96,15 @@ class Models:
         if id(draft) not in self._weights:
             place = target.weights
             self._weights[id(draft)] = draft_weights(draft, place.shard, place.norm_D.dtype, place.device)
-        weights = self._weights[id(draft)]
-        return self._on(lambda own: BlockDrafter(own, weights, num_drafts or draft.config.block_size), target)
+        drafter = BlockDrafter(target, self._weights[id(draft)], num_drafts or draft.config.block_size)
+        return CycleSpeaker(target, drafter)
 
     def _mtp(self, num_drafts: int) -> Speaker:
         if not isinstance(self.target, Verifier):
             raise ConfigError("--baselines: mtp is the verifier's; give --engine verifier, or leave it out")
         place = self.target.weights
         weights = load_mtp(self.pair.folder, place.shard, place.norm_D.dtype, place.device)
-        return self._on(lambda own: MtpDrafter(own, weights, num_drafts))
+        return CycleSpeaker(self.target, MtpDrafter(self.target, weights, num_drafts))
 
     def _untrained(self) -> DraftModel:
         like = self.draft.fc.weight

@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ import torch
 from rich.console import Console
 
 from dspark.cli.eval.contenders import HOST, Models
-from dspark.cli.eval.match import Match, Texts
+from dspark.cli.eval.match import Match
 from dspark.cli.identity import Pair, find_pair
 from dspark.config import EvalSection, TargetSection
 from dspark.data.chat import ChatFormat
 from dspark.decode.engine import SLACK_TOKENS
 from dspark.errors import ConfigError, DsparkError, PromptError
 from dspark.eval.comparison import Contender
-from dspark.eval.measure import DecodedText, Measurement
-from dspark.eval.pairing import DRAFT, REPORT_FILE, ROUNDS_FILE, Opponent, find_opponent, pair_up
-from dspark.eval.records import JOURNAL_FILE, Journal, TextKey, open_journal, read_texts, write_rounds
+from dspark.eval.evaluation import DRAFT, REPORT_FILE, Opponent, find_opponent, pair_up, read_evaluation
+from dspark.eval.measure import Measurement
+from dspark.eval.records import JOURNAL_FILE, ROUNDS_FILE, Journal, open_journal, read_texts, write_rounds
 from dspark.eval.report import (
     EvalReport,
     comparison_tables,
@@ -100,29 +100,31 @@ def run(ranks: Ranks, job: Job) -> None:
     of_target, of_draft = pair.describe()
     of_target["dtype"] = job.target.dtype
     settings = _settings(job, prompts)
-    opponent = find_opponent(job.against, of_target, settings) if job.against else None
+    opponent = find_opponent(read_evaluation(job.against), of_target, settings) if job.against else None
     decided = {"target": of_target, "draft": of_draft["fingerprint"], "settings": settings}
-    with _journal(ranks, job, decided) as journal:
-        if journal and journal.texts:
+    opened = open_journal(job.out, decided) if job.out and ranks.rank == 0 else nullcontext(Journal(None, {}))
+    with opened as journal:
+        if journal.texts:
             console.print(f"{len(journal.texts)} texts lie in {job.out} already; going on behind them")
         models = _load(ranks, job, pair, prompts)
         _check_alike(ranks, decided, models.target)
         speakers = models.speakers(job.baselines)
-        texts = Texts(_known(ranks, job), journal, is_shown=ranks.rank == 0)
+        if job.out and ranks.rank > 0:
+            # The first rank has opened it, for they met to load the verifier, and adds nothing before all decode.
+            journal = Journal(None, read_texts(job.out / JOURNAL_FILE))
         contenders: dict[str, tuple[Contender, ...]] = {}
         for name, found in prompts.items():
             stop_ids = () if found.is_endless else pair.facts.stop_token_ids
-            match = Match(speakers, models, plan, stop_ids, seed, texts)
+            match = Match(speakers, models, plan, stop_ids, seed, journal, ranks.rank == 0)
             contenders |= match.of_task(name, found, chat)
         if ranks.rank == 0:
-            rounds = {key: text.rounds for key, text in texts.kept.items()}
-            pairings = pair_up(rounds, opponent) if opponent else ()
+            pairings = pair_up(journal.texts, opponent) if opponent else ()
             others = {group[0].name: _measured(group) for group in zip(*contenders.values(), strict=True)}
             measured = others.pop(DRAFT)
             report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), measured, others, pairings)
             _show(console, report, contenders, opponent)
             if job.out is not None:
-                write_rounds(texts.kept, job.out / ROUNDS_FILE)
+                write_rounds(journal.texts, job.out / ROUNDS_FILE)
                 write_json(report, job.out / REPORT_FILE)
                 console.print(f"written to {job.out}")
             _refuse_faults(report)
@@ -142,17 +144,6 @@ def _describe_prompts(found: TaskPrompts) -> dict[str, Any]:
     lengths = {"shortest": min(map(len, found.ids)), "longest": max(map(len, found.ids))}
     named = {"count": len(found.ids), "sha256": digest, "origin": found.origin, "is_synthetic": found.is_synthetic}
     return named | {"tokens": lengths}
-
-
-def _journal(ranks: Ranks, job: Job, decided: Mapping[str, Any]) -> AbstractContextManager[Journal | None]:
-    return open_journal(job.out, decided) if job.out and ranks.rank == 0 else nullcontext(None)
-
-
-def _known(ranks: Ranks, job: Job) -> Mapping[TextKey, DecodedText]:
-    """What a rank without the journal reads there: the first one has opened it, for they met to load the verifier, and
-    adds nothing before all of them decode.
-    """
-    return read_texts(job.out / JOURNAL_FILE) if job.out and ranks.rank > 0 else {}
 
 
 def _check_alike(ranks: Ranks, decided: Mapping[str, Any], target: Target[Any]) -> None:
@@ -212,4 +203,4 @@ def _show(
     if report.pairings:
         console.print(pairing_table(report.pairings))
     if opponent and opponent.lacking:
-        console.print(f"not compared, for {opponent.folder} has it not: {', '.join(opponent.lacking)}")
+        console.print(f"not compared, for {opponent.evaluation.folder} has it not: {', '.join(opponent.lacking)}")

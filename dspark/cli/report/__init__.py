@@ -10,8 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from dspark.errors import CheckpointError, ConfigError, RecordError
+from dspark.eval.evaluation import Evaluation, read_evaluation
 from dspark.eval.page.excerpt import Piece, pieces
-from dspark.eval.page.folder import Evaluation, read_evaluation
 from dspark.eval.page.pictures import draw, has_font
 from dspark.eval.page.report import compare_evaluations, render_report, typical_text
 from dspark.eval.page.style import FONTS
@@ -79,7 +79,7 @@ def _excerpt(evaluation: Evaluation) -> Sequence[Piece] | str:
         return "nothing was drafted"
     try:
         folder = locate_target(str(target["name"]))
-        is_same = tokenizer_fingerprint(folder) == target["tokenizer_fingerprint"]
+        is_same = tokenizer_fingerprint(folder) == target.get("tokenizer_fingerprint")
     except (CheckpointError, OSError):
         return f"the target {target['name']} is not on this machine, which has the words of its tokens"
     if not is_same:

@@ -7,17 +7,16 @@ from pathlib import Path
 
 from dspark.decode.round import Round
 from dspark.eval.comparison import Contender
+from dspark.eval.evaluation import DRAFT, Evaluation, find_opponent, pair_up
 from dspark.eval.measure import DecodedText
 from dspark.eval.page import sections as of
 from dspark.eval.page.along import Bucket, by_length, by_start, step_width
 from dspark.eval.page.charts import Chart, Interval, Series, interval_chart, line_chart, shorten
 from dspark.eval.page.document import Figure, Part, Section, document, facts, pictures, table, text
 from dspark.eval.page.excerpt import Piece
-from dspark.eval.page.folder import Evaluation
 from dspark.eval.page.style import NUM_COLOURS
-from dspark.eval.pairing import DRAFT, Pairing, find_opponent, pair_up
 from dspark.eval.records import TextKey
-from dspark.eval.report import EvalReport, difference_lines, interval, number
+from dspark.eval.report import EvalReport, Pairing, difference_lines, interval, number
 
 LONGEST_TOKENS = 1000
 """Of an answer that is shown."""
@@ -54,13 +53,12 @@ class Versus:
 
 def compare_evaluations(first: Evaluation, second: Evaluation) -> Versus:
     """Compare two drafts prompt by prompt. Raises: as ``find_opponent``."""
-    opponent = find_opponent(second.folder, first.report.target, first.report.settings)
-    pairings = pair_up({key: text.rounds for key, text in first.texts.items()}, opponent)
+    opponent = find_opponent(second, first.report.target, first.report.settings)
     differences = []
     for keys in opponent.shared:
-        pairs = [(_mean(first.texts[key].rounds), _mean(opponent.rounds.get(key, ()))) for key in keys]
+        pairs = [(_mean(first.texts[key].rounds), _mean(second.texts[key].rounds)) for key in keys]
         differences.append(tuple(a - b for a, b in pairs if a and b))
-    return Versus((str(first.folder), str(second.folder)), pairings, tuple(differences))
+    return Versus((str(first.folder), str(second.folder)), pair_up(first.texts, opponent), tuple(differences))
 
 
 def typical_text(evaluation: Evaluation) -> tuple[TextKey, DecodedText] | None:

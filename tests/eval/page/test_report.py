@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 
 from dspark.decode.round import Round
+from dspark.eval.evaluation import Evaluation
 from dspark.eval.measure import DecodedText, Difference, GreedyEquality, summarise
 from dspark.eval.page.excerpt import Piece
-from dspark.eval.page.folder import Evaluation
 from dspark.eval.page.report import compare_evaluations, render_report, typical_text
-from dspark.eval.pairing import REPORT_FILE, ROUNDS_FILE
-from dspark.eval.records import TextKey, write_rounds
-from dspark.eval.report import EvalReport, write_json
+from dspark.eval.records import TextKey
+from dspark.eval.report import EvalReport
 
 TASKS = {"a": (2, 4), "b": (3, 5), "long:64": (1, 1), "made": (9, 9)}
 
@@ -112,14 +111,12 @@ def test_the_answer_shown_is_typical_does_not_loop_and_is_cut_when_it_is_long() 
     assert "&lt;x&gt;" in html
 
 
-def test_a_prompt_without_rounds_is_no_difference(tmp_path: Path) -> None:
+def test_a_prompt_without_rounds_is_no_difference() -> None:
     first = evaluation("b")
     lonely = dict(zip(first.texts, (text(1), text(1, 0)), strict=True))
     measured = (summarise("b", 0.0, list(lonely.values())),)
     asked = {"prompts": {"b": {"count": 2, "sha256": "x"}}, "temperatures": [0.0]}
-    second = replace(first, folder=tmp_path, report=replace(first.report, settings=asked, measurements=measured))
-    write_json(second.report, tmp_path / REPORT_FILE)
-    write_rounds(lonely, tmp_path / ROUNDS_FILE)
+    second = replace(first, report=replace(first.report, settings=asked, measurements=measured), texts=lonely)
     versus = compare_evaluations(replace(first, report=replace(first.report, settings=asked)), second)
     assert versus.differences == ((2.0,),)
     assert versus.pairings[0].comparison.num_prompts == 1
