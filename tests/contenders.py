@@ -4,7 +4,8 @@ import torch
 
 from dspark.decode.round import Round
 from dspark.eval.comparison import Contender
-from dspark.eval.measure import DecodedText, Measurement, summarise
+from dspark.eval.measure import Measurement, summarise
+from dspark.eval.timing import DecodedText
 
 CLOCK = {"prefill": 0.1, "draft": 0.1, "verify": 0.2, "other": 0.1}
 

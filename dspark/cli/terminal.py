@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dspark.eval.measure import DecodedText
+from dspark.eval.timing import DecodedText
 
 DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -13,9 +13,9 @@ from dspark.decode.speaking import Speaker
 from dspark.decode.teacher_forced import estimate, round_starts
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
-from dspark.eval.measure import DecodedText, Each, Measurement, compare_greedy, decode_prompts, summarise
+from dspark.eval.measure import Each, Measurement, compare_greedy, decode_prompts, summarise
 from dspark.eval.statistics import decoding_gap, teacher_forced_statistics
-from dspark.eval.timing import speedup
+from dspark.eval.timing import DecodedText, speedup
 from dspark.types import Target
 
 Watch = Callable[[str, float, int], AbstractContextManager[Each]]

@@ -10,10 +10,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dspark.config import describe_validation
 from dspark.errors import ConfigError, RecordError
-from dspark.eval.measure import DecodedText, Measurement
+from dspark.eval.measure import Measurement
 from dspark.eval.records import JOURNAL_FILE, TextKey, read_texts
 from dspark.eval.report import EvalReport, Pairing
 from dspark.eval.statistics import compare_pairs
+from dspark.eval.timing import DecodedText
 
 REPORT_FILE = "report.json"
 DRAFT = "draft"

@@ -1,6 +1,6 @@
 """Decode a task's prompts with a draft (or plainly) and count: acceptance, speed, texts that run in circles."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.decode.speaking import Speaker, Stopwatch
 from dspark.eval.confidence import ConfidenceStatistics, confidence_statistics
 from dspark.eval.statistics import AcceptanceStatistics, DecodingGap, TeacherForcedStatistics, acceptance_statistics
-from dspark.eval.timing import Speedup, Timing, timing_statistics
+from dspark.eval.timing import DecodedText, Speedup, Timing, timing_statistics
 from dspark.types import Target
 
 LONGEST_PERIOD_TOKENS = 64
@@ -24,27 +24,6 @@ TIE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15}
 WARM_UP_TOKENS = 4
 ROWS = 256
 """Rows of logits that are looked at together; a vocabulary is wide."""
-
-
-@dataclass(frozen=True)
-class DecodedText:
-    """One prompt's answer (ids_T int64, new ids only), its rounds (none when decoded plainly) and its time.
-
-    ``seconds`` and ``first_token_seconds`` are what its reader waits, from the prompt's turn to the last and the first
-    token. ``phase_seconds`` is its share of the machine's time: that of its batch, in equal parts.
-    """
-
-    ids_T: torch.Tensor
-    rounds: tuple[Round, ...]
-    seconds: float
-    is_looping: bool
-    first_token_seconds: float
-    phase_seconds: Mapping[str, float]
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens in the text."""
-        return len(self.ids_T)
 
 
 Decode = Callable[[Sequence[int]], Sequence[DecodedText]]
@@ -163,7 +142,7 @@ def listen(
     ]
 
 
-def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed: int = 0) -> Measurement:
+def summarise(task: str, temperature: float, texts: Sequence[DecodedText]) -> Measurement:
     """Counts over all texts of a task; without a single round they count as decoded plainly."""
     rounds = [text.rounds for text in texts]
     judged = [counts for text in rounds for counts in text if counts.confidence_logits and counts.num_proposed]
@@ -180,7 +159,7 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText], seed:
         tokens_per_second=timing.output_tokens_per_second,
         looping_share=sum(text.is_looping for text in texts) / len(texts),
         mean_acceptance_length_without_loops=sober_length,
-        acceptance=acceptance_statistics(rounds, seed) if any(rounds) else None,
+        acceptance=acceptance_statistics(rounds) if any(rounds) else None,
         timing=timing,
         confidence=confidence_statistics(judged) if judged else None,
     )

@@ -17,7 +17,7 @@ from dspark.config import Section, describe_validation
 from dspark.data.responses import TokenId
 from dspark.decode.round import Round
 from dspark.errors import RecordError
-from dspark.eval.measure import DecodedText
+from dspark.eval.timing import DecodedText
 from dspark.files import claim, partial_of, put_in_place, write_whole
 
 JOURNAL_FILE, ROUNDS_FILE = "texts.jsonl", "rounds.parquet"

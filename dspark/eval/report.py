@@ -98,10 +98,7 @@ def _in_twos(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
 
 
 def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE)
-    table.add_column(f"{measurements[0].num_prompts} prompts")
-    for m in measurements:
-        table.add_column(f"T = {m.temperature:g}", justify="right", no_wrap=True)
+    table = _table(title, [f"T = {m.temperature:g}" for m in measurements], f"{measurements[0].num_prompts} prompts")
     drafted = [m.acceptance for m in measurements if m.acceptance]
     assert len(drafted) == len(measurements), "plain decoding has no acceptance; see comparison_tables"
     for name, cells in (
@@ -119,18 +116,17 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     ):
         table.add_row(name, *cells)
     table.add_section()
-    sure = [m.confidence.overall if m.confidence else None for m in measurements]
-    if any(sure):
-        table.add_row("confidence: ECE, AUROC, Brier", *map(_calibration, sure))
+    if any(sure := [m.confidence for m in measurements]):
+        table.add_row("confidence: ECE, AUROC, Brier", *[_calibration(c.overall) if c else "-" for c in sure])
         table.add_section()
     if any(gaps := [m.decoding_gap for m in measurements]):
         table.add_row("teacher forcing, of whole blocks", *[number(gap.forced) if gap else "-" for gap in gaps])
-        table.add_row("  decoded less that, same rounds", *[_signed(gap.difference) if gap else "-" for gap in gaps])
+        table.add_row("  decoded less that, same rounds", *[f"{gap.difference:+.2f}" if gap else "-" for gap in gaps])
         table.add_row("    95 % interval", *[interval(gap.interval) if gap else "-" for gap in gaps])
         table.add_section()
     if any(m.equality for m in measurements):
         table.add_row("greedy texts unlike plain's", *map(_mismatches, measurements))
-        table.add_section()
+    table.add_section()
     for slot in range(max(len(a.survival) for a in drafted)):
         pairs = [f"{_at(a.survival, slot)}  {_at(a.conditional, slot)}" for a in drafted]
         table.add_row(f"slot {slot}: survival, conditional", *pairs)
@@ -138,7 +134,7 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
     for accepted in range(max(len(a.histogram) for a in drafted)):
         shares = [_at([n / a.num_rounds for n in a.histogram], accepted) for a in drafted]
         table.add_row(f"rounds with {accepted} accepted drafts", *shares)
-    table.caption, table.caption_justify = FORMULAS, "left"
+    table.caption = FORMULAS
     return table
 
 
@@ -150,20 +146,14 @@ def _mismatches(m: Measurement) -> str:
     return f"{m.equality.mismatches} of {m.num_prompts}{why}"
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.2f}"
-
-
-def _calibration(found: Calibration | None) -> str:
-    return "-" if found is None else f"{found.ece:.3f}  {number(found.auroc)}  {found.brier:.3f}"
+def _calibration(found: Calibration) -> str:
+    return f"{found.ece:.3f}  {number(found.auroc)}  {found.brier:.3f}"
 
 
 def pairing_table(pairings: Sequence[Pairing]) -> Table:
     """A row a task and temperature: both drafts' acceptance lengths on the same prompts, and their difference."""
-    table = Table(title=f"against {pairings[0].folder}", title_justify="left", caption_justify="left", box=SIMPLE)
-    table.add_column("task", overflow="fold")
-    for name in ("T", "prompts", "this", "that", "difference (95 % interval)", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("T", "prompts", "this", "that", "difference (95 % interval)", "p")
+    table = _table(f"against {pairings[0].folder}", names, "task", min_width=None)
     for pairing in pairings:
         c = pairing.comparison
         gap = f"{c.difference:+.2f} ({c.interval[0]:+.2f} - {c.interval[1]:+.2f})"
@@ -179,11 +169,9 @@ def _at(values: Sequence[float | None], place: int) -> str:
 
 def comparison_tables(contenders: Sequence[Contender], title: str) -> list[Table]:
     """One row a contender: acceptance length with its interval, and speed; two temperatures a table."""
-    columns = [_in_twos(contender.measurements) for contender in contenders]
-    groups = zip(*columns, strict=True)
     return [
         _comparison_table([replace(c, measurements=tuple(m)) for c, m in zip(contenders, some, strict=True)], title)
-        for some in groups
+        for some in zip(*(_in_twos(c.measurements) for c in contenders), strict=True)
     ]
 
 
@@ -194,8 +182,8 @@ def _comparison_table(contenders: Sequence[Contender], title: str) -> Table:
         cells: list[str] = []
         for m in contender.measurements:
             a = m.acceptance
-            cells += [f"{number(a.mean_acceptance_length)} ({interval(a.interval)})" if a else "1"]
-            cells += [f"{m.tokens_per_second:.1f}"]
+            length = f"{number(a.mean_acceptance_length)} ({interval(a.interval)})" if a else "1"
+            cells += [length, f"{m.tokens_per_second:.1f}"]
         table.add_row(contender.name, *cells)
     table.caption = (
         f"acceptance: mean acceptance length, bonus token included\ntexts that end in a loop: {loops(contenders)}"
@@ -233,9 +221,10 @@ PHASES = (("prefill",), ("draft",), ("verify", "cycle"), ("commit", "update"), (
 """What one column counts: a draft's context update is with the commit, a round that is not divided with the verify."""
 
 
-def _table(title: str, names: Sequence[str]) -> Table:
+def _table(title: str, names: Sequence[str], first: str = "decoding", min_width: int | None = 14) -> Table:
+    """Without rows yet: a column of names, which are folded where they are long, and one for each of ``names``."""
     table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
-    table.add_column("decoding", overflow="fold", min_width=14)
+    table.add_column(first, overflow="fold", min_width=min_width)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -252,31 +241,17 @@ def phase_columns(phases: Mapping[str, float]) -> dict[str, float]:
 
 def greedy_equality(contenders: Sequence[Contender]) -> str:
     """How many greedy texts of each contender differ from plain decoding's, and why; empty if none were compared."""
-    found = []
-    for contender in contenders:
-        for m in contender.measurements:
-            if m.equality:
-                found.append(f"{contender.name} {_mismatches(m)}")
-    return ", ".join(found)
+    return ", ".join(f"{c.name} {_mismatches(m)}" for c in contenders for m in c.measurements if m.equality)
 
 
 def difference_lines(contenders: Sequence[Contender], limit: int = 10) -> list[str]:
     """A line for each text that differs, faults first; after ``limit`` lines only how many more there are."""
-    found = [
-        (
-            d.is_tie,
-            f"{contender.name}, {m.task}: prompt {d.prompt} leaves plain decoding at new token {d.position}, ",
-            d,
-        )
-        for contender in contenders
-        for m in contender.measurements
-        if m.equality
-        for d in m.equality.differences
-    ]
-    found.sort(key=lambda item: item[0])
+    found = [(d, c.name, m) for c in contenders for m in c.measurements if m.equality for d in m.equality.differences]
+    found.sort(key=lambda item: item[0].is_tie)
     lines = [
-        f"{where}by a logit {d.gap:.2g} below the target's largest: {'rounding' if is_tie else 'A FAULT'}"
-        for is_tie, where, d in found[:limit]
+        f"{name}, {m.task}: prompt {d.prompt} leaves plain decoding at new token {d.position}, "
+        f"by a logit {d.gap:.2g} below the target's largest: {'rounding' if d.is_tie else 'A FAULT'}"
+        for d, name, m in found[:limit]
     ]
     return lines + [f"and {len(found) - limit} more"] * (len(found) > limit)
 

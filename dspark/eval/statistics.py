@@ -10,6 +10,7 @@ from dspark.decode.round import Round
 from dspark.decode.teacher_forced import TeacherForced, round_starts
 
 PromptT = TypeVar("PromptT", bound=Hashable)
+NUM_RESAMPLES = 2000
 SMALLEST_ERROR = 0.25
 """Of a resample, as a share of the sample's: one that missed the few prompts that differ would divide by nearly 0."""
 
@@ -44,9 +45,7 @@ class AcceptanceStatistics:
     histogram: tuple[int, ...]
 
 
-def acceptance_statistics(
-    rounds_by_prompt: Sequence[Sequence[Round]], seed: int = 0, num_resamples: int = 2000
-) -> AcceptanceStatistics:
+def acceptance_statistics(rounds_by_prompt: Sequence[Sequence[Round]]) -> AcceptanceStatistics:
     """Pool the rounds of all prompts. Raises: ValueError without a single round.
     Source: dspark.md 6.1 (DeepSpec's counts) and 7.4. ``conditional`` is counted, not survival's ratio: the two agree
     when every round proposes the whole block, and only the count is right when some propose less.
@@ -67,9 +66,9 @@ def acceptance_statistics(
         num_rounds=len(rounds),
         num_tokens=num_tokens,
         mean_acceptance_length=num_tokens / len(rounds),
-        interval=bootstrap_interval(tokens, list(map(len, rounds_by_prompt)), seed, num_resamples),
+        interval=bootstrap_interval(tokens, list(map(len, rounds_by_prompt))),
         mean_acceptance_length_per_prompt=sum(means) / len(means),
-        interval_per_prompt=bootstrap_interval(means, [1.0] * len(means), seed, num_resamples),
+        interval_per_prompt=bootstrap_interval(means, [1.0] * len(means)),
         mean_acceptance_length_uncut=sum(uncut) / len(uncut) if uncut else None,
         mean_accepted_drafts=sum(counts.accepted_drafts for counts in rounds) / len(rounds),
         verify_rate=num_tokens / (sum(counts.num_proposed for counts in rounds) + len(rounds)),
@@ -80,7 +79,7 @@ def acceptance_statistics(
 
 
 def bootstrap_interval(
-    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, num_resamples: int = 2000
+    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> tuple[float, float]:
     """The studentised 95 % interval of sum(numerators) / sum(denominators) when prompts are drawn again with return.
 
@@ -93,7 +92,7 @@ def bootstrap_interval(
     pairs = [pair for pair in zip(numerators, denominators, strict=True) if pair[1] > 0]
     pairs_P2 = torch.tensor(pairs, dtype=torch.float64)
     ratios_P = pairs_P2[:, 0] / pairs_P2[:, 1]
-    low, high = _studentised(pairs_P2[:, None], seed, num_resamples)
+    low, high = studentised_interval(pairs_P2[:, None], seed, num_resamples)
     return max(low, float(ratios_P.min())), min(high, float(ratios_P.max()))
 
 
@@ -109,9 +108,7 @@ class TeacherForcedStatistics:
     num_anchors: int
 
 
-def teacher_forced_statistics(
-    texts: Sequence[TeacherForced], seed: int = 0, num_resamples: int = 2000
-) -> TeacherForcedStatistics:
+def teacher_forced_statistics(texts: Sequence[TeacherForced]) -> TeacherForcedStatistics:
     """Pool the ``lengths`` of one text a prompt over all blocks. Raises: ValueError without a single block."""
     sums, blocks = [sum(text.lengths) for text in texts], [len(text.anchors) for text in texts]
     if not any(blocks):
@@ -120,7 +117,7 @@ def teacher_forced_statistics(
     counts = torch.tensor([text.slot_counts for text in texts if text.anchors]).sum(0)
     return TeacherForcedStatistics(
         expected_acceptance_length=sum(sums) / sum(blocks),
-        interval=bootstrap_interval(sums, blocks, seed, num_resamples),
+        interval=bootstrap_interval(sums, blocks),
         survival=tuple((survival / counts)[counts > 0].tolist()),
         num_anchors=sum(blocks),
     )
@@ -140,12 +137,7 @@ class DecodingGap:
     interval: tuple[float, float]
 
 
-def decoding_gap(
-    texts: Sequence[TeacherForced],
-    rounds_by_prompt: Sequence[Sequence[Round]],
-    seed: int = 0,
-    num_resamples: int = 2000,
-) -> DecodingGap:
+def decoding_gap(texts: Sequence[TeacherForced], rounds_by_prompt: Sequence[Sequence[Round]]) -> DecodingGap:
     """Compare rounds with the estimates at their starts, over the rounds that have one.
     Raises: ValueError for an anchor that is no round start, a round that a confidence threshold shortened (forced
     blocks are whole), or no round at all.
@@ -164,7 +156,7 @@ def decoding_gap(
         raise ValueError("no rounds to compare: every text ended within its first block")
     pairs_P22 = torch.tensor(pairs, dtype=torch.float64)
     decoded, forced = (pairs_P22[..., 0].sum(0) / pairs_P22[..., 1].sum(0)).tolist()
-    interval = difference_interval(pairs_P22, seed, num_resamples)
+    interval = studentised_interval(pairs_P22)
     return DecodingGap(int(pairs_P22[:, 0, 1].sum()), decoded, forced, decoded - forced, interval)
 
 
@@ -183,10 +175,7 @@ class PairedComparison:
 
 
 def compare_pairs(
-    first: Mapping[PromptT, Sequence[Round]],
-    second: Mapping[PromptT, Sequence[Round]],
-    seed: int = 0,
-    num_resamples: int = 2000,
+    first: Mapping[PromptT, Sequence[Round]], second: Mapping[PromptT, Sequence[Round]]
 ) -> PairedComparison:
     """Compare two drafts prompt by prompt, which leaves out how much prompts differ from each other.
 
@@ -208,19 +197,12 @@ def compare_pairs(
         first=float(lengths_2[0]),
         second=float(lengths_2[1]),
         difference=float(lengths_2[0] - lengths_2[1]),
-        interval=difference_interval(counts_P22, seed, num_resamples),
-        p_value=swap_p_value(counts_P22, seed, num_resamples),
+        interval=studentised_interval(counts_P22),
+        p_value=swap_p_value(counts_P22),
     )
 
 
-def difference_interval(counts_P22: torch.Tensor, seed: int, num_resamples: int) -> tuple[float, float]:
-    """The studentised 95 % interval of the first draft's pooled mean minus the second's, prompts drawn again.
-    Shapes: counts_P22 float64: of every prompt and both drafts the tokens and the rounds (at least one).
-    """
-    return _studentised(counts_P22, seed, num_resamples)
-
-
-def swap_p_value(counts_P22: torch.Tensor, seed: int, num_resamples: int) -> float:
+def swap_p_value(counts_P22: torch.Tensor, seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> float:
     """How often the pooled means differ at least as much, in either direction, when a coin decides in every prompt
     which draft is called the first (a sign flip of the prompt's difference).
 
@@ -228,7 +210,8 @@ def swap_p_value(counts_P22: torch.Tensor, seed: int, num_resamples: int) -> flo
     seeds, then P(p <= x) <= x for every x, however few prompts or flips; the observed labels count as one of the
     flips. Of drafts that only share their mean it is an approximation for many prompts. Where there are no more than
     ``num_resamples`` ways to flip, all are counted, each once.
-    Shapes: as ``difference_interval``. Returns: at least 1 / (num_resamples + 1).
+    Shapes: counts_P22 float64: of every prompt and both drafts the tokens and the rounds (at least one).
+    Returns: at least 1 / (num_resamples + 1).
     """
     num_prompts = len(counts_P22)
     is_exact = 2**num_prompts <= num_resamples
@@ -251,8 +234,12 @@ def _tokens_and_rounds(rounds: Sequence[Round]) -> tuple[int, int]:
     return sum(counts.acceptance_length for counts in rounds), len(rounds)
 
 
-def _studentised(counts_PC2: torch.Tensor, seed: int, num_resamples: int) -> tuple[float, float]:
-    """The interval of one ratio of sums (C = 1), or of the first minus the second (C = 2)."""
+def studentised_interval(
+    counts_PC2: torch.Tensor, seed: int = 0, num_resamples: int = NUM_RESAMPLES
+) -> tuple[float, float]:
+    """The studentised 95 % interval of one ratio of sums (C = 1), or of the first minus the second (C = 2), prompts
+    drawn again.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_prompts = len(counts_PC2)
     choice_SP = torch.randint(num_prompts, (num_resamples, num_prompts), generator=generator)

@@ -96,17 +96,11 @@ class TaskPrompts:
     ``conversations``: what the ids were made of, () for synthetic ones.
     """
 
-    name: str
     ids: tuple[torch.Tensor, ...]
     origin: str
     is_synthetic: bool = False
     is_endless: bool = False
     conversations: tuple[Conversation, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The name to show."""
-        return f"{self.name} (synthetic)" if self.is_synthetic else self.name
 
 
 def task_names(folder: Path = TASKS) -> tuple[str, ...]:
@@ -151,17 +145,17 @@ def load_prompts(
                 raise PromptError(
                     f"{conversation.place}: {len(ids_T)} tokens; the draft has positions for {max_tokens}"
                 )
-        return TaskPrompts(name, ids, origin, conversations=conversations)
+        return TaskPrompts(ids, origin, conversations=conversations)
     kind, length, file = synthetic
     if max_tokens is not None and length > max_tokens:
         raise ConfigError(f"task {name}: {length} tokens; the draft has positions for {max_tokens}; ask for less")
     if kind == "random":
         ids = _random_ids(chat, length, max_prompts or NUM_SYNTHETIC, seed)
-        return TaskPrompts(name, ids, f"synthetic: {length} random ids a prompt, seed {seed}", True, is_endless=True)
+        return TaskPrompts(ids, f"synthetic: {length} random ids a prompt, seed {seed}", True, is_endless=True)
     path = file or str(REPOSITORY / _definition("heldout", TASKS).source)
     ids = _long_ids(chat, name, length, max_prompts or NUM_SYNTHETIC, path)
     origin = f"synthetic: text of {file or 'the held-out prompts'} cut to {length} tokens"
-    return TaskPrompts(name, ids, origin, is_synthetic=True)
+    return TaskPrompts(ids, origin, is_synthetic=True)
 
 
 def describe_tasks(folder: Path = TASKS) -> Table:

@@ -3,22 +3,31 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, quantiles
-from typing import Protocol
 
-PREFILL, OTHER = "prefill", "other"
+import torch
+
+from dspark.decode.round import Round
 
 
-class Timed(Protocol):
-    """A finished text's clock; see ``DecodedText``."""
+@dataclass(frozen=True)
+class DecodedText:
+    """One prompt's answer (ids_T int64, new ids only), its rounds (none when decoded plainly) and its time.
+
+    ``seconds`` and ``first_token_seconds`` are what its reader waits, from the prompt's turn to the last and the first
+    token. ``phase_seconds`` is its share of the machine's time: that of its batch, in equal parts.
+    """
+
+    ids_T: torch.Tensor
+    rounds: tuple[Round, ...]
+    seconds: float
+    is_looping: bool
+    first_token_seconds: float
+    phase_seconds: Mapping[str, float]
 
     @property
-    def num_tokens(self) -> int: ...
-    @property
-    def first_token_seconds(self) -> float: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def phase_seconds(self) -> Mapping[str, float]: ...
+    def num_tokens(self) -> int:
+        """New tokens in the text."""
+        return len(self.ids_T)
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Speedup:
     working_share: float
 
 
-def timing_statistics(texts: Sequence[Timed]) -> Timing:
+def timing_statistics(texts: Sequence[DecodedText]) -> Timing:
     """Of at least one text. Source: the definitions of TTFT and TPOT are those of SGLang's and vLLM's benchmarks."""
     paces = [(t.seconds - t.first_token_seconds) / (t.num_tokens - 1) for t in texts if t.num_tokens > 1]
     phases = phase_sums(texts)
@@ -72,7 +81,7 @@ def timing_statistics(texts: Sequence[Timed]) -> Timing:
     )
 
 
-def phase_sums(texts: Sequence[Timed]) -> dict[str, float]:
+def phase_sums(texts: Sequence[DecodedText]) -> dict[str, float]:
     """Seconds of all texts, by phase, in the order in which the phases first came."""
     sums: dict[str, float] = {}
     for text in texts:
@@ -87,31 +96,25 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(fmean(values), median(values), most)
 
 
-def speedup(plain: Sequence[Timed], drafted: Sequence[Timed], num_committed: int) -> Speedup | None:
+def speedup(plain: Sequence[DecodedText], drafted: Sequence[DecodedText], num_committed: int) -> Speedup | None:
     """Of the same prompts; ``num_committed`` tokens came from the draft's rounds. None when there was nothing to gain:
     no round, or no plain token behind the first.
     """
-    before, after = _decoding(plain), _decoding(drafted)
-    if not (num_committed and before.num_tokens and after.num_tokens):
+    (num_plain, before), (num_drafted, after) = _decoding(plain), _decoding(drafted)
+    if not (num_committed and num_plain and num_drafted):
         return None
-    per_token = sum(before.phases.values()) / before.num_tokens
-    whole = sum(after.phases.values())
-    working = whole - after.phases.get(OTHER, 0.0)
+    per_token, whole = sum(before.values()) / num_plain, sum(after.values())
+    working = whole - after.get("other", 0.0)
     return Speedup(
         predicted=num_committed * per_token / working,
-        measured=per_token * after.num_tokens / whole,
-        kept_share=after.num_tokens / num_committed,
+        measured=per_token * num_drafted / whole,
+        kept_share=num_drafted / num_committed,
         working_share=working / whole,
     )
 
 
-@dataclass(frozen=True)
-class _Decoding:
-    num_tokens: int
-    phases: Mapping[str, float]
-
-
-def _decoding(texts: Sequence[Timed]) -> _Decoding:
-    """What came behind the first tokens."""
-    phases = {name: seconds for name, seconds in phase_sums(texts).items() if name != PREFILL}
-    return _Decoding(sum(max(text.num_tokens - 1, 0) for text in texts), phases)
+def _decoding(texts: Sequence[DecodedText]) -> tuple[int, dict[str, float]]:
+    """The tokens behind the first ones, and the seconds that they took, by phase."""
+    phases = phase_sums(texts)
+    phases.pop("prefill", None)
+    return sum(max(text.num_tokens - 1, 0) for text in texts), phases

@@ -24,7 +24,6 @@ from dspark.errors import PromptError
 from dspark.eval.comparison import Contender, compare
 from dspark.eval.measure import (
     Decode,
-    DecodedText,
     Difference,
     compare_greedy,
     decode_all,
@@ -32,6 +31,7 @@ from dspark.eval.measure import (
     is_looping,
     summarise,
 )
+from dspark.eval.timing import DecodedText
 
 PROMPTS = [torch.tensor([3, 1, 4]), torch.tensor([1, 5]), torch.tensor([9])]
 
@@ -154,7 +154,9 @@ def compared(
     ways["ngram"] = DraftSpeaker(target, partial(LookupDrafter, 4, target.vocab_size))
     ways["draft"] = DraftSpeaker(target, draft)
     plan = EvalSection(tasks=("toy",), max_new_tokens=20, temperatures=temperatures)
-    return compare(ways, target, [PROMPTS] * len(temperatures), plan, (stop_token_ids, 7), lambda *_: nullcontext(decode_all))
+    return compare(
+        ways, target, [PROMPTS] * len(temperatures), plan, (stop_token_ids, 7), lambda *_: nullcontext(decode_all)
+    )
 
 
 def test_greedy_texts_are_compared_with_plain_decoding_at_every_greedy_temperature(

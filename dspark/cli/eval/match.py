@@ -16,9 +16,10 @@ from dspark.data.conversations import Conversation
 from dspark.decode.speaking import Speaker
 from dspark.errors import PromptError
 from dspark.eval.comparison import Contender, compare, draws, expect
-from dspark.eval.measure import Decode, DecodedText, Each
+from dspark.eval.measure import Decode, Each
 from dspark.eval.records import Journal, TextKey
 from dspark.eval.tasks import TaskPrompts
+from dspark.eval.timing import DecodedText
 
 TURN_SEEDS = 2**32
 

@@ -1,6 +1,6 @@
 """dspark report: evaluations as a page to look at, and their plots as pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +11,8 @@ from rich.console import Console
 
 from dspark.errors import CheckpointError, ConfigError, RecordError
 from dspark.eval.evaluation import Evaluation, read_evaluation
-from dspark.eval.page.excerpt import Piece, pieces
 from dspark.eval.page.pictures import draw, has_font
-from dspark.eval.page.report import compare_evaluations, render_report, typical_text
+from dspark.eval.page.report import render_report
 from dspark.eval.page.style import FONTS
 from dspark.files import write_whole
 from dspark.target.loading import locate_target
@@ -41,8 +40,7 @@ def report(
     if compare and len(runs) < 2:
         raise ConfigError(f"--compare: give two RUNs or more, found {len(runs)}")
     evaluations = [_with_training(read_evaluation(folder)) for folder in runs]
-    versus = [compare_evaluations(evaluations[0], other) for other in evaluations[1:]] if compare else []
-    html, svgs = render_report(evaluations, [_excerpt(evaluation) for evaluation in evaluations], versus)
+    html, svgs = render_report(evaluations, [_decoder(each.report.target) for each in evaluations], compare)
     pictures = draw(svgs) if has_font() else {}
     page = out or runs[0] / PAGE
     folder = page.with_name(f"{page.stem}_png")
@@ -72,11 +70,8 @@ def _with_training(evaluation: Evaluation) -> Evaluation:
         raise RecordError(f"{path}: not the log of a training; mend it or move it away") from error
 
 
-def _excerpt(evaluation: Evaluation) -> Sequence[Piece] | str:
-    """The draft's typical answer in words, or why there is none: it takes the target's tokenizer."""
-    found, target = typical_text(evaluation), evaluation.report.target
-    if found is None:
-        return "nothing was drafted"
+def _decoder(target: Mapping[str, object]) -> Callable[[Sequence[int]], str] | str:
+    """What makes ids into words, or why there is nothing: it takes the target's tokenizer."""
     try:
         folder = locate_target(str(target["name"]))
         is_same = tokenizer_fingerprint(folder) == target.get("tokenizer_fingerprint")
@@ -85,4 +80,4 @@ def _excerpt(evaluation: Evaluation) -> Sequence[Piece] | str:
     if not is_same:
         return f"the tokenizer of {target['name']} on this machine is not the one that was measured"
     tokenizer = load_tokenizer(folder)
-    return pieces(found[1], lambda ids: str(tokenizer.decode(list(ids))))
+    return lambda ids: str(tokenizer.decode(list(ids)))

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dspark.decode.teacher_forced import round_starts
-from dspark.eval.measure import DecodedText
 from dspark.eval.page.charts import ticks
 from dspark.eval.statistics import bootstrap_interval
+from dspark.eval.timing import DecodedText
 
 
 @dataclass(frozen=True)

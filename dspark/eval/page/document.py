@@ -69,11 +69,9 @@ def pictures(sections: Sequence[Section], runs: Sequence[str] = ("",)) -> dict[s
         for run, part in zip(runs if len(section.parts) > 1 else [""], section.parts, strict=True):
             for figure in (figure for figure in part.figures if figure.chart.body):
                 title = f"{run}: {figure.title}" if run else figure.title
-                name = stem = f"{_words(section.title)}-{_words(title)[-80:]}"
-                number = 1
-                while name in found:
-                    number += 1
-                    name = f"{stem}-{number}"
+                stem = f"{_words(section.title)}-{_words(title)[-80:]}"
+                names = (stem, *(f"{stem}-{number}" for number in range(2, len(found) + 2)))
+                name = next(name for name in names if name not in found)
                 found[name] = figure.chart.picture(section.title, title)
     return found
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dspark.eval.measure import DecodedText
+from dspark.eval.timing import DecodedText
 
 
 @dataclass(frozen=True)

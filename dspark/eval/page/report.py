@@ -1,19 +1,19 @@
 """The report of one or several evaluations as one self-contained page."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from html import escape
 from pathlib import Path
 
 from dspark.decode.round import Round
 from dspark.eval.comparison import Contender
 from dspark.eval.evaluation import DRAFT, Evaluation, find_opponent, pair_up
-from dspark.eval.measure import DecodedText
 from dspark.eval.page import sections as of
 from dspark.eval.page.along import Bucket, by_length, by_start, step_width
 from dspark.eval.page.charts import Chart, Interval, Series, interval_chart, line_chart, shorten
 from dspark.eval.page.document import Figure, Part, Section, document, facts, pictures, table, text
-from dspark.eval.page.excerpt import Piece
+from dspark.eval.page.excerpt import pieces
 from dspark.eval.page.style import NUM_COLOURS
 from dspark.eval.records import TextKey
 from dspark.eval.report import EvalReport, Pairing, difference_lines, interval, number
@@ -40,45 +40,25 @@ CHECKS_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Versus:
-    """The drafts of two evaluations on the same prompts: every task at every temperature, and every prompt's own
-    difference of mean acceptance lengths.
-    """
-
-    names: tuple[str, str]
-    pairings: tuple[Pairing, ...]
-    differences: tuple[tuple[float, ...], ...]
-
-
-def compare_evaluations(first: Evaluation, second: Evaluation) -> Versus:
-    """Compare two drafts prompt by prompt. Raises: as ``find_opponent``."""
-    opponent = find_opponent(second, first.report.target, first.report.settings)
-    differences = []
-    for keys in opponent.shared:
-        pairs = [(_mean(first.texts[key].rounds), _mean(second.texts[key].rounds)) for key in keys]
-        differences.append(tuple(a - b for a, b in pairs if a and b))
-    return Versus((str(first.folder), str(second.folder)), pair_up(first.texts, opponent), tuple(differences))
-
-
-def typical_text(evaluation: Evaluation) -> tuple[TextKey, DecodedText] | None:
+def typical_text(evaluation: Evaluation) -> TextKey | None:
     """Of the first task at its first temperature, the draft's answer whose acceptance length is nearest to the mean
-    (of equals the first), looping ones last; its first ``LONGEST_TOKENS``. None when nothing was drafted.
+    (of equals the first), looping ones last. None when nothing was drafted.
     """
     m = evaluation.report.measurements[0]
     texts = [(index, text) for index, text in enumerate(evaluation.texts_of(DRAFT, m)) if text.rounds]
     if m.acceptance is None or not texts:
         return None
     mean = m.acceptance.mean_acceptance_length
-    index, chosen = min(texts, key=lambda item: (item[1].is_looping, abs(_mean(item[1].rounds) - mean)))
-    return TextKey(m.task, m.temperature, DRAFT, index), replace(chosen, ids_T=chosen.ids_T[:LONGEST_TOKENS])
+    index, _ = min(texts, key=lambda item: (item[1].is_looping, abs(_mean(item[1].rounds) - mean)))
+    return TextKey(m.task, m.temperature, DRAFT, index)
 
 
 def render_report(
-    evaluations: Sequence[Evaluation], excerpts: Sequence[Sequence[Piece] | str], compared: Sequence[Versus]
+    evaluations: Sequence[Evaluation], decoders: Sequence[Callable[[Sequence[int]], str] | str], is_compared: bool
 ) -> tuple[str, dict[str, str]]:
-    """The page, and its figures as SVG files by name. Of every evaluation ``excerpts`` has the pieces of its
-    ``typical_text``, or why there are none.
+    """The page, and its figures as SVG files by name. Of every evaluation ``decoders`` makes ids into words, or says
+    why nothing can. ``is_compared``: the first draft also with the others, prompt by prompt.
+    Raises: as ``find_opponent`` when they cannot be compared.
     """
     runs = [evaluation.folder.resolve().name for evaluation in evaluations]
     if len(set(runs)) < len(runs):
@@ -94,11 +74,12 @@ def render_report(
         tables = ["".join(map(TABLES[title], found)) if title in TABLES else "" for found in groups]
         parts = tuple(Part(tuple(draw(*pair)), html, missing) for pair, html in zip(pairs, tables, strict=True))
         sections.append(Section(title, parts, note))
-    if compared:
-        sections.append(Section("Compared", (Part(tuple(f for v in compared for f in _versus(v))),), PAIRED_NOTE))
+    if is_compared:
+        figures = tuple(figure for other in evaluations[1:] for figure in _versus(evaluations[0], other))
+        sections.append(Section("Compared", (Part(figures),), PAIRED_NOTE))
     sections += [
         Section("Checks", tuple(Part(html="".join(map(_checks, found))) for found in groups), CHECKS_NOTE),
-        Section("Who wrote what", tuple(map(_excerpt, evaluations, excerpts)), of.EXCERPT_NOTE),
+        Section("Who wrote what", tuple(map(_excerpt, evaluations, decoders)), of.EXCERPT_NOTE),
         Section("Where this comes from", tuple(Part(html=facts(_provenance(e))) for e in evaluations)),
     ]
     targets = ", ".join(dict.fromkeys(Path(str(e.report.target["name"])).name for e in evaluations))
@@ -171,24 +152,25 @@ def _result(evaluation: Evaluation, groups: Sequence[of.Group]) -> str:
     return tables + table(caption, [f"T = {t}" for t in means[DRAFT]], {"": rows})
 
 
-def _each(draw: Callable[[of.Group], list[Figure]]) -> Callable[[Evaluation, Sequence[of.Group]], list[Figure]]:
-    return lambda _, groups: [figure for group in groups for figure in draw(group)]
+def _each(draw: of.Draw) -> Callable[[Evaluation, Sequence[of.Group]], list[Figure]]:
+    return lambda _, groups: [figure for group in groups for figure in group.figures(draw)]
 
 
 def _along(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
     """Acceptance by the place in the answer, then by its length, or the prompt's where tasks say it."""
-    figures = []
-    for group in groups:
-        for at, rows in group.columns():
-            texts = [(row, evaluation.texts_of(row.name, row.m)) for row in rows if row.m.acceptance]
-            width = step_width([text for _, found in texts for text in found])
-            buckets = [(row, by_start(found, width)) for row, found in texts]
-            end = float(max((b.high for _, found in buckets for b in found), default=width))
-            curves, guide = [_curve(*pair) for pair in buckets], ((0.0, 1.0), (end, 1.0))
-            chart = line_chart(curves, "new token", "tokens a round", guide)
-            figures.append(Figure(group.title(at, "By place"), chart))
+    figures = _each(partial(_by_place, evaluation))(evaluation, groups)
     is_long = any(m.task.startswith("long:") for m in evaluation.report.measurements)
-    return figures + (_by_prompt(evaluation) if is_long else _by_answer(evaluation, groups))
+    by_length = _by_prompt if is_long else _each(partial(_by_answer, evaluation))
+    return figures + by_length(evaluation, groups)
+
+
+def _by_place(evaluation: Evaluation, rows: Sequence[of.Row], _: float) -> list[tuple[str, Chart]]:
+    texts = [(row, evaluation.texts_of(row.name, row.m)) for row in rows if row.m.acceptance]
+    width = step_width([text for _, found in texts for text in found])
+    buckets = [(row, by_start(found, width)) for row, found in texts]
+    end = float(max((b.high for _, found in buckets for b in found), default=width))
+    curves, guide = [_curve(*pair) for pair in buckets], ((0.0, 1.0), (end, 1.0))
+    return [("By place", line_chart(curves, "new token", "tokens a round", guide))]
 
 
 def _curve(row: of.Row, buckets: Sequence[Bucket]) -> Series:
@@ -203,19 +185,13 @@ def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _by_answer(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
-    figures = []
-    for group in groups:
-        for at, (own, *_) in group.columns():
-            found = by_length(evaluation.texts_of(own.name, own.m))
-            names = (f"{b.low} to {b.high - 1} tokens, {_many(b.count, 'text')}" for b in found)
-            rows = [of.whiskers(name, b, own.colour) for name, b in zip(names, found, strict=True)]
-            chart = interval_chart(rows, of.LENGTH, group.longest)
-            figures.append(Figure(group.title(at, "By length of the answer"), chart))
-    return figures
+def _by_answer(evaluation: Evaluation, rows: Sequence[of.Row], longest: float) -> list[tuple[str, Chart]]:
+    own, found = rows[0], by_length(evaluation.texts_of(rows[0].name, rows[0].m))
+    intervals = [of.whiskers(f"{b.low} to {b.high - 1} tokens, {_many(b.count, 'text')}", b, own.colour) for b in found]
+    return [("By length of the answer", interval_chart(intervals, of.LENGTH, longest))]
 
 
-def _by_prompt(evaluation: Evaluation) -> list[Figure]:
+def _by_prompt(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
     found: dict[float, list[Interval]] = {}
     for m in evaluation.report.measurements:
         if m.task.startswith("long:") and (a := m.acceptance):
@@ -248,11 +224,14 @@ def _paired(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
     return [Figure(f"minus {folder}", _forest(found)) for folder, found in pairings.items()]
 
 
-def _versus(versus: Versus) -> list[Figure]:
-    first, second = versus.names
-    figures = [Figure(f"{first} minus {second}", _forest(versus.pairings))]
-    for pairing, differences in zip(versus.pairings, versus.differences, strict=True):
-        points = tuple(enumerate(sorted(differences)))
+def _versus(first: Evaluation, second: Evaluation) -> list[Figure]:
+    """The drafts of two evaluations on the same prompts: every task at every temperature, then every prompt."""
+    opponent = find_opponent(second, first.report.target, first.report.settings)
+    pairings = pair_up(first.texts, opponent)
+    figures = [Figure(f"{first.folder} minus {second.folder}", _forest(pairings))]
+    for keys, pairing in zip(opponent.shared, pairings, strict=True):
+        pairs = [(_mean(first.texts[key].rounds), _mean(second.texts[key].rounds)) for key in keys]
+        points = tuple(enumerate(sorted(a - b for a, b in pairs if a and b)))
         notes = tuple(f"{difference:+.2f}" for _, difference in points)
         dots = Series("a prompt", tuple((float(x), y) for x, y in points), 0, notes, is_joined=False)
         guide = ((0.0, 0.0), (float(max(1, len(points) - 1)), 0.0))
@@ -275,14 +254,16 @@ def _checks(group: of.Group) -> str:
     return of.checks_table(group) + (f'<ul class="note">{lines}</ul>' if lines else "")
 
 
-def _excerpt(evaluation: Evaluation, pieces: Sequence[Piece] | str) -> Part:
-    found = typical_text(evaluation)
-    if isinstance(pieces, str) or found is None:
-        return Part(missing=pieces if isinstance(pieces, str) else NOTHING)
-    (key, shown), whole = found, evaluation.texts[found[0]]
+def _excerpt(evaluation: Evaluation, decode: Callable[[Sequence[int]], str] | str) -> Part:
+    """The draft's typical answer, its first ``LONGEST_TOKENS``, or why it is not shown."""
+    key = typical_text(evaluation)
+    if key is None or isinstance(decode, str):
+        return Part(missing=NOTHING if key is None else str(decode))
+    whole = evaluation.texts[key]
     where = f"{key.task}, prompt {key.prompt_index}, T = {key.temperature:g}"
-    where += f", the first {LONGEST_TOKENS} tokens" if len(shown.ids_T) < len(whole.ids_T) else ""
-    return Part(html=f"<h3>{text(where)}</h3>{of.excerpt(pieces)}")
+    where += f", the first {LONGEST_TOKENS} tokens" if whole.num_tokens > LONGEST_TOKENS else ""
+    shown = replace(whole, ids_T=whole.ids_T[:LONGEST_TOKENS])
+    return Part(html=f"<h3>{text(where)}</h3>{of.excerpt(pieces(shown, decode))}")
 
 
 def _provenance(evaluation: Evaluation) -> dict[str, object]:

@@ -82,6 +82,18 @@ class Group:
         """Of a figure."""
         return ", ".join(part for part in (what, self.label, at) if part)
 
+    def figures(self, draw: "Draw") -> list[Figure]:
+        """What ``draw`` makes of every temperature."""
+        return [
+            Figure(self.title(at, what), chart)
+            for at, rows in self.columns()
+            for what, chart in draw(rows, self.longest)
+        ]
+
+
+Draw = Callable[[Sequence[Row], float], Sequence[tuple[str, Chart]]]
+"""Draws the contenders at one temperature: charts, each with its own part of the title; lengths go so far."""
+
 
 def result_table(group: Group) -> str:
     """Lengths and speed of the contenders, temperature by temperature."""
@@ -105,13 +117,10 @@ def gap_table(group: Group) -> str:
     return _table(group, ["decoded", "teacher-forced", "decoded minus forced", "same rounds"], _gap)
 
 
-def lengths(group: Group) -> list[Figure]:
+def lengths(rows: Sequence[Row], longest: float) -> list[tuple[str, Chart]]:
     """Acceptance lengths with their intervals."""
-    figures = []
-    for at, rows in group.columns():
-        found = [whiskers(row.name, row.m.acceptance, row.colour) for row in rows if row.m.acceptance]
-        figures.append(Figure(group.title(at), interval_chart(found, LENGTH, group.longest)))
-    return figures
+    found = [whiskers(row.name, row.m.acceptance, row.colour) for row in rows if row.m.acceptance]
+    return [("", interval_chart(found, LENGTH, longest))]
 
 
 def whiskers(name: str, found: AcceptanceStatistics | Bucket, colour: int) -> Interval:
@@ -119,60 +128,44 @@ def whiskers(name: str, found: AcceptanceStatistics | Bucket, colour: int) -> In
     return Interval(name, found.interval[0], found.mean_acceptance_length, found.interval[1], colour)
 
 
-def positions(group: Group) -> list[Figure]:
+def positions(rows: Sequence[Row], _: float) -> list[tuple[str, Chart]]:
     """Both acceptances of every slot."""
-    return [
-        Figure(group.title(at, name.capitalize()), _bars(rows, name))
-        for at, rows in group.columns()
-        for name in ("survival", "conditional")
-    ]
+    return [(name.capitalize(), _bars(rows, name)) for name in ("survival", "conditional")]
 
 
-def histograms(group: Group) -> list[Figure]:
+def histograms(rows: Sequence[Row], _: float) -> list[tuple[str, Chart]]:
     """Shares of rounds with 0, 1, ... accepted drafts."""
-    return [Figure(group.title(at), _bars(rows, "histogram")) for at, rows in group.columns()]
+    return [("", _bars(rows, "histogram"))]
 
 
-def reliability(group: Group) -> list[Figure]:
+def reliability(rows: Sequence[Row], _: float) -> list[tuple[str, Chart]]:
     """Confidence against acceptance, where a draft says how sure it is."""
-    figures = []
-    for at, rows in group.columns():
-        judged = [(row, row.m.confidence.overall) for row in rows if row.m.confidence]
-        if judged:
-            curves = [_reliability(row, overall) for row, overall in judged]
-            chart = line_chart(curves, "confidence", "share accepted", ((0.0, 0.0), (1.0, 1.0)))
-            figures.append(Figure(group.title(at), chart))
-    return figures
+    curves = [_reliability(row, row.m.confidence.overall) for row in rows if row.m.confidence]
+    return [("", line_chart(curves, "confidence", "share accepted", ((0.0, 0.0), (1.0, 1.0))))] if curves else []
 
 
-def costs(group: Group) -> list[Figure]:
+def costs(rows: Sequence[Row], _: float) -> list[tuple[str, Chart]]:
     """What a round's time goes into."""
-    return [
-        Figure(group.title(at), stack_chart([bar for row in rows if (bar := _cost(row))], "milliseconds a round"))
-        for at, rows in group.columns()
-    ]
+    return [("", stack_chart([bar for row in rows if (bar := _cost(row))], "milliseconds a round"))]
 
 
-def forced(group: Group) -> list[Figure]:
+def forced(rows: Sequence[Row], longest: float) -> list[tuple[str, Chart]]:
     """What was estimated on given text beside what decoding gave."""
-    figures = []
-    for at, rows in group.columns():
-        rivals: list[Interval] = []
-        bars: list[Series] = []
-        for row in rows:
-            a, f = row.m.acceptance, row.m.teacher_forced
-            if a and f:
-                decoded = ("decoded", a.interval, a.mean_acceptance_length, a.survival)
-                estimated = ("teacher-forced", f.interval, f.expected_acceptance_length, f.survival)
-                for kind, (low, high), mean, survival in (decoded, estimated):
-                    name, colour = f"{row.name}, {kind}", len(bars) % NUM_COLOURS
-                    rivals.append(Interval(name, low, mean, high, colour))
-                    bars.append(Series(name, tuple((float(k), share) for k, share in enumerate(survival)), colour))
-        if rivals:
-            num_slots = max(len(series.points) for series in bars)
-            figures.append(Figure(group.title(at, "Length"), interval_chart(rivals, LENGTH, group.longest)))
-            figures.append(Figure(group.title(at, "Survival"), bar_chart(bars, num_slots, "slot", "share of blocks")))
-    return figures
+    rivals: list[Interval] = []
+    bars: list[Series] = []
+    for row in rows:
+        a, f = row.m.acceptance, row.m.teacher_forced
+        if a and f:
+            decoded = ("decoded", a.interval, a.mean_acceptance_length, a.survival)
+            estimated = ("teacher-forced", f.interval, f.expected_acceptance_length, f.survival)
+            for kind, (low, high), mean, survival in (decoded, estimated):
+                name, colour = f"{row.name}, {kind}", len(bars) % NUM_COLOURS
+                rivals.append(Interval(name, low, mean, high, colour))
+                bars.append(Series(name, tuple((float(k), share) for k, share in enumerate(survival)), colour))
+    if not rivals:
+        return []
+    survivals = bar_chart(bars, max(len(series.points) for series in bars), "slot", "share of blocks")
+    return [("Length", interval_chart(rivals, LENGTH, longest)), ("Survival", survivals)]
 
 
 def longest(measurements: Iterable[Measurement]) -> float:

@@ -2,38 +2,24 @@
 
 import re
 
-LIGHT = {
-    "paper": "#ffffff",
-    "panel": "#f7f8fa",
-    "ink": "#1b1f24",
-    "soft": "#57606a",
-    "rule": "#d8dee4",
-    "mark": "#d3e4ff",
-    "c0": "#1f6feb",
-    "c1": "#c4460b",
-    "c2": "#7b8490",
-    "c3": "#1a7f37",
-    "c4": "#8250df",
-    "c5": "#0b7a8a",
-    "c6": "#bf3989",
-    "c7": "#8a6300",
+COLOURS = {
+    "paper": ("#ffffff", "#0f1216"),
+    "panel": ("#f7f8fa", "#171b21"),
+    "ink": ("#1b1f24", "#e6e9ed"),
+    "soft": ("#57606a", "#a3acb7"),
+    "rule": ("#d8dee4", "#313842"),
+    "mark": ("#d3e4ff", "#1d3f73"),
+    "c0": ("#1f6feb", "#6aa5ff"),
+    "c1": ("#c4460b", "#ff9355"),
+    "c2": ("#7b8490", "#8f98a3"),
+    "c3": ("#1a7f37", "#57c46f"),
+    "c4": ("#8250df", "#b692ff"),
+    "c5": ("#0b7a8a", "#3ec2d4"),
+    "c6": ("#bf3989", "#ff80c0"),
+    "c7": ("#8a6300", "#d9b23c"),
 }
-DARK = {
-    "paper": "#0f1216",
-    "panel": "#171b21",
-    "ink": "#e6e9ed",
-    "soft": "#a3acb7",
-    "rule": "#313842",
-    "mark": "#1d3f73",
-    "c0": "#6aa5ff",
-    "c1": "#ff9355",
-    "c2": "#8f98a3",
-    "c3": "#57c46f",
-    "c4": "#b692ff",
-    "c5": "#3ec2d4",
-    "c6": "#ff80c0",
-    "c7": "#d9b23c",
-}
+"""Of light pages and of dark ones."""
+LIGHT, DARK = ({name: pair[place] for name, pair in COLOURS.items()} for place in (0, 1))
 NUM_COLOURS = sum(name[1:].isdigit() for name in LIGHT)
 SHAPES = """
 svg text { fill: var(--soft); font-family: system-ui, sans-serif; font-size: 12px; }

@@ -3,8 +3,8 @@
 import torch
 
 from dspark.decode.round import Round
-from dspark.eval.measure import DecodedText
 from dspark.eval.page.along import by_length, by_start, step_width
+from dspark.eval.timing import DecodedText
 
 
 def text(num_tokens: int, *lengths: int) -> DecodedText:

@@ -49,7 +49,7 @@ def test_the_table_holds_length_speed_the_median_and_the_gain() -> None:
 
 
 def test_every_contender_that_drafts_is_a_dot_and_every_share_a_bar() -> None:
-    lengths, positions, histograms = of.lengths(group()), of.positions(group()), of.histograms(group())
+    lengths, positions, histograms = (group().figures(draw) for draw in (of.lengths, of.positions, of.histograms))
     assert [figure.title for figure in lengths] == ["heldout, T = 0", "heldout, T = 1"]
     assert [count(figure.chart.body, "circle") for figure in lengths] == [3, 3]
     drafted = [c.measurements[0].acceptance for c in CONTENDERS[1:]]
@@ -63,16 +63,16 @@ def test_every_contender_that_drafts_is_a_dot_and_every_share_a_bar() -> None:
 
 
 def test_confidence_is_a_dot_a_bin_that_holds_any() -> None:
-    assert of.reliability(group()) == []
+    assert group().figures(of.reliability) == []
     sure = replace(CONTENDERS[2], measurements=(replace(CONTENDERS[2].measurements[0], confidence=SURE),))
-    (figure,) = of.reliability(of.Group((sure,), PALETTE, 5.0))
+    (figure,) = of.Group((sure,), PALETTE, 5.0).figures(of.reliability)
     assert count(figure.chart.body, "circle") == 2
     assert "4 tokens, confidence 0.55, accepted 0.50" in figure.chart.body
     assert figure.chart.legend == (("demo draft: ECE 0.051, AUROC 0.75, Brier 0.204", 2),)
 
 
 def test_a_round_costs_its_phases_without_prefill() -> None:
-    figure, _ = of.costs(group(timing=TIMING))
+    figure, _ = group(timing=TIMING).figures(of.costs)
     a = CONTENDERS[2].measurements[0].acceptance
     assert a
     assert count(figure.chart.body, "rect") == 3 * 3 + 4
@@ -84,7 +84,7 @@ def test_phases_have_the_names_and_colours_of_the_reports_columns() -> None:
     """However many phases there are: those of one column are one part, and what took no time is none."""
     phases = {"prefill": 1.0, "other": 0.5, "cycle": 0.25, "verify": 0.25, "update": 0.25, "commit": 0.5}
     engine = Timing(TIMING.first_token, TIMING.time_per_token, 50.0, phases)
-    figure, _ = of.costs(of.Group((group(timing=engine).contenders[2],), PALETTE, 5.0))
+    figure, _ = of.Group((group(timing=engine).contenders[2],), PALETTE, 5.0).figures(of.costs)
     assert figure.chart.legend == (("verify", 0), ("commit", 1), ("other", 2))
     a = CONTENDERS[2].measurements[0].acceptance
     assert a
@@ -112,8 +112,8 @@ def test_axes_hold_what_was_teacher_forced_too() -> None:
 
 
 def test_what_was_teacher_forced_stands_beside_what_was_decoded() -> None:
-    assert of.forced(group()) == []
-    lengths, survival = of.forced(group(teacher_forced=FORCED))
+    assert group().figures(of.forced) == []
+    lengths, survival = group(teacher_forced=FORCED).figures(of.forced)
     assert count(lengths.chart.body, "circle") == 2
     assert "demo draft, teacher-forced: 2.50 (2.00 to 3.00)" in lengths.chart.body
     assert count(survival.chart.body, "rect") == 8
