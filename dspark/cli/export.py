@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dspark.cli.identity import fields_of
 from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
 from dspark.export import (
     Architecture,
-    FolderFields,
-    architecture_for,
     check_target,
     draft_parameter_count,
     read_draft,
@@ -21,7 +20,7 @@ from dspark.export import (
 )
 from dspark.provenance import describe_launch
 from dspark.target.config import read_config_json
-from dspark.target.loading import TargetFacts, load_tables, target_facts, target_fingerprint
+from dspark.target.loading import load_tables, target_facts, target_fingerprint
 from dspark.train.checkpoint import checkpoints, load_checkpoint, use_average
 from dspark.train.optimizer import build_optimizer
 from dspark.train.run_folder import RUN
@@ -57,7 +56,7 @@ def export(
         check_target(draft, vocab_size=vocab_size, hidden_size=hidden_size, fingerprint=target_fingerprint(target))
         model, place, name = read_draft(draft, tables), draft, target
         num_anchors = read_config_json(draft).get("num_anchors", 512)
-    fields = _fields(target_facts(name), architecture, num_anchors)
+    fields = fields_of(target_facts(name), num_anchors, architecture)
     source = {"exported_from": str(place), "target_fingerprint": target_fingerprint(name)}
     write_draft(model, out, fields, with_tables=with_tables, provenance=describe_launch(sys.argv) | source)
     count = draft_parameter_count(model.config, with_tables)
@@ -79,8 +78,3 @@ def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, in
         use_average(model, optimizer)
     model.bind(*load_tables(run.target.path))
     return model, chosen[0], run.target.path, run.train.num_anchors
-
-
-def _fields(facts: TargetFacts, architecture: Architecture | None, num_anchors: int) -> FolderFields:
-    ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
-    return FolderFields(*ids, num_anchors, architecture or architecture_for(facts.architecture))

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from dspark.config import DraftConfig, RunConfig, TargetSection, validated
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.export import FolderFields, architecture_for, check_target, draft_fingerprint, read_draft
+from dspark.export import Architecture, FolderFields, architecture_for, check_target, draft_fingerprint, read_draft
 from dspark.provenance import commit, versions
 from dspark.target.loading import TargetFacts, load_target, locate_target, target_facts, target_fingerprint
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
@@ -31,10 +31,14 @@ def describe_origin(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizer
 
 
 def folder_fields(run: RunConfig) -> FolderFields:
-    """What the exported config.json says beside the architecture."""
-    facts = target_facts(run.target.path)
+    """What the exported config.json says beside the weights' sizes."""
+    return fields_of(target_facts(run.target.path), run.train.num_anchors)
+
+
+def fields_of(facts: TargetFacts, num_anchors: int, architecture: Architecture | None = None) -> FolderFields:
+    """The same for a target by its facts; without an ``architecture`` the one that suits it."""
     ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
-    return FolderFields(*ids, run.train.num_anchors, architecture_for(facts.architecture))
+    return FolderFields(*ids, num_anchors, architecture or architecture_for(facts.architecture))
 
 
 def choose_target(run: RunConfig | None, name: str | None, dtype: str | None, device: str) -> TargetSection:
@@ -86,11 +90,11 @@ def find_pair(target: str, place: Path | None) -> Pair:
     if place is None:
         raise ConfigError("--draft: missing; give the folder of an exported draft, or a run with --config")
     facts, fingerprint = target_facts(folder), target_fingerprint(folder)
-    draft = check_target(
-        place,
-        vocab_size=facts.vocab_size,
-        hidden_size=facts.hidden_size,
-        num_layers=facts.num_layers,
-        fingerprint=fingerprint,
-    )
+    draft = check_pair(place, facts, fingerprint)
     return Pair(target, folder, place, facts, fingerprint, draft, load_tokenizer(folder))
+
+
+def check_pair(place: Path, facts: TargetFacts, fingerprint: str) -> DraftConfig:
+    """``check_target`` with what is known of the target."""
+    sizes = {"vocab_size": facts.vocab_size, "hidden_size": facts.hidden_size, "num_layers": facts.num_layers}
+    return check_target(place, **sizes, fingerprint=fingerprint)

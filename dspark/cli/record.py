@@ -1,6 +1,7 @@
 """``dspark record``: the target reads its own responses, and what it says is stored."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +16,7 @@ from dspark.cli.identity import describe_origin
 from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import ChatFormat, Encoded, check_length, digest, encode_conversation
-from dspark.data.conversations import Conversation, encode_each, read_conversations
+from dspark.data.conversations import encode_each, read_conversations
 from dspark.data.responses import RESPONSES_FILE, read_header, read_responses
 from dspark.errors import DraftMismatchError, RecordError
 from dspark.files import claim
@@ -80,14 +81,14 @@ def check_draft(run: RunConfig, facts: TargetFacts) -> None:
 
 def read_given(run: RunConfig, chat: ChatFormat, is_leaving_out: bool) -> list[Encoded]:
     """The conversations of data.sources with the answers they hold. Raises: PromptError."""
-
-    def encode(conversation: Conversation) -> Encoded:
-        encoded = encode_conversation(chat, conversation)
-        check_length(encoded.place, len(encoded.ids_T), run.record.max_tokens)
-        return encoded
-
     conversations = read_conversations(run.data.sources, run.data.split, run.data.max_conversations)
-    return encode_each(conversations, encode, is_leaving_out=is_leaving_out)
+    encode = partial(_fitting, run.record.max_tokens)
+    return encode_each(conversations, lambda row: encode(encode_conversation(chat, row)), is_leaving_out=is_leaving_out)
+
+
+def _fitting(max_tokens: int, encoded: Encoded) -> Encoded:
+    check_length(encoded.place, len(encoded.ids_T), max_tokens)
+    return encoded
 
 
 def read_answered(run: RunConfig, origin: dict[str, Any], is_leaving_out: bool) -> list[Encoded]:
@@ -100,12 +101,8 @@ def read_answered(run: RunConfig, origin: dict[str, Any], is_leaving_out: bool) 
     wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
     if wrong:
         raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
-
-    def within(encoded: Encoded) -> Encoded:
-        check_length(encoded.place, len(encoded.ids_T), run.record.max_tokens)
-        return encoded
-
-    return encode_each(read_responses(path, header), within, is_leaving_out=is_leaving_out)
+    fitting = partial(_fitting, run.record.max_tokens)
+    return encode_each(read_responses(path, header), fitting, is_leaving_out=is_leaving_out)
 
 
 def describe(

@@ -31,33 +31,27 @@ def check_device(name: str) -> str:
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", callback=check_device)]
 
 
-def _progress(is_shown: bool = True) -> Progress:
-    console = Console(stderr=True)
-    name = TextColumn("{task.description}", markup=False)
-    columns = (name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
-
-
 @contextmanager
-def count_progress(name: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show ``name`` and a bar of ``total``; the function given advances it by its argument, or one. On stderr."""
-    with _progress() as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda count=1: progress.advance(task, count)
+def count_progress(name: str, total: int, is_shown: bool = True) -> Iterator[Callable[..., None]]:
+    """Show ``name`` and a bar of ``total`` on stderr; the function given advances it by its argument, or one, and sets
+    what stands behind the name.
+    """
+    console = Console(stderr=True)
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda count=1, behind="": bar.update(task, advance=count, description=name + behind)
 
 
 @contextmanager
 def text_progress(name: str, total: int, is_shown: bool = True) -> Iterator[Callable[[DecodedText], None]]:
     """The same for texts, which the function given takes: the acceptance length so far stands behind the name."""
-    num_tokens = num_rounds = 0
-    with _progress(is_shown) as progress:
-        task = progress.add_task(name, total=total)
+    lengths: list[int] = []
+    with count_progress(name, total, is_shown) as advance:
 
-        def advance(text: DecodedText) -> None:
-            nonlocal num_tokens, num_rounds
-            num_tokens += sum(counts.acceptance_length for counts in text.rounds)
-            num_rounds += len(text.rounds)
-            length = f": {num_tokens / num_rounds:.2f} tokens a round" if num_rounds else ""
-            progress.update(task, advance=1, description=name + length)
+        def take(text: DecodedText) -> None:
+            lengths.extend(counts.acceptance_length for counts in text.rounds)
+            advance(1, f": {sum(lengths) / len(lengths):.2f} tokens a round" if lengths else "")
 
-        yield advance
+        yield take

@@ -95,7 +95,12 @@ class DraftSpeaker(Generic[CacheT]):
         if not prompts:
             return
         stopwatch.lap("other")
-        cache, texts = self._begin(prompts, sampling, uniforms)
+        drafters = [self._drafter() for _ in prompts]
+        cache, output = self.target.prefill(prompts)
+        first_ids = _first_ids(self.target, output, prompts, sampling, uniforms).tolist()
+        taps = torch.split(output.taps_NLD, [len(prompt_ids_T) for prompt_ids_T in prompts])
+        parts = zip(drafters, prompts, taps, first_ids, strict=True)
+        texts = [_Text(drafter, ids_T.tolist(), taps_TLD, [new_id]) for drafter, ids_T, taps_TLD, new_id in parts]
         stopwatch.lap("prefill")
         yield [Spoken(row, text.ids[:], None) for row, text in enumerate(texts)]
         while True:
@@ -107,17 +112,6 @@ class DraftSpeaker(Generic[CacheT]):
             stopwatch.lap("draft")
             verified = verify_blocks(self.target, cache, blocks, sampling, uniforms, stopwatch.lap)
             yield [Spoken(row, *text.take(verified[row], sampling)) for row, text in still.items()]
-
-    def _begin(
-        self, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
-    ) -> tuple[CacheT, list["_Text"]]:
-        """The prompts' cache, and the texts with their first token."""
-        drafters = [self._drafter() for _ in prompts]
-        cache, output = self.target.prefill(prompts)
-        first_ids = _first_ids(self.target, output, prompts, sampling, uniforms).tolist()
-        taps = torch.split(output.taps_NLD, [len(prompt_ids_T) for prompt_ids_T in prompts])
-        parts = zip(drafters, prompts, taps, first_ids, strict=True)
-        return cache, [_Text(drafter, ids_T.tolist(), taps_TLD, [new_id]) for drafter, ids_T, taps_TLD, new_id in parts]
 
     def _drafter(self) -> Drafter:
         drafter = ModelDrafter(self.draft) if isinstance(self.draft, DraftModel) else self.draft()

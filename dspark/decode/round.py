@@ -119,24 +119,15 @@ def verify_blocks(
     for row, block in blocks.items():
         start = row * ids_BT.shape[1]
         rows_NV = target_probs_NV[start : start + len(windows[row])]
-        new_ids, counts = choose(block, rows_NV, sampling, uniforms[row])
+        accepted_drafts, final_id = accept(block.ids_K, block.probs_KV, rows_NV, uniforms[row])
+        ids = [*block.ids_K[:accepted_drafts].tolist(), final_id]
+        new_ids, counts = count(ids, len(block.ids_K), sampling.stop_token_ids, block.confidence_logits)
         counts_B[row] = counts.accepted_drafts + 1
         verified[row] = Verified(new_ids, output.taps_NLD[start : start + counts_B[row]], counts)
     lap("verify")
     target.commit(cache, torch.tensor(counts_B))
     lap("commit")
     return verified
-
-
-def choose(
-    block: Block, target_probs_NV: torch.Tensor, sampling: Sampling, uniforms: Uniforms
-) -> tuple[list[int], Round]:
-    """Which tokens of a block are kept, and what follows them; nothing follows an accepted stop token.
-    Shapes: target_probs_NV, N = K + 1. Returns: the new ids and the round's counts.
-    """
-    accepted_drafts, final_id = accept(block.ids_K, block.probs_KV, target_probs_NV, uniforms)
-    new_ids = [*block.ids_K[:accepted_drafts].tolist(), final_id]
-    return count(new_ids, len(block.ids_K), sampling.stop_token_ids, block.confidence_logits)
 
 
 def count(

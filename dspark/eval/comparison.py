@@ -18,6 +18,8 @@ from dspark.eval.statistics import decoding_gap, teacher_forced_statistics
 from dspark.eval.timing import DecodedText, speedup
 from dspark.types import Target
 
+DRAFT = "draft"
+"""The contender that an evaluation is about."""
 Watch = Callable[[str, float, int], AbstractContextManager[Each]]
 """Takes a contender's name, a temperature and how many texts there are to be; gives a context for them."""
 
@@ -33,15 +35,15 @@ class Contender:
 
 def compare(
     speakers: Mapping[str, Speaker],
-    target: Target[Any],
+    pair: tuple[Target[Any], DraftModel],
     prompts: Sequence[Sequence[torch.Tensor]],
     plan: EvalSection,
     random: tuple[tuple[int, ...], int],
     watch: Watch,
 ) -> tuple[Contender, ...]:
     """Decode in each way, at each temperature of the plan, the prompts that are its own; ``random`` is
-    (stop_token_ids, seed). ``target`` judges the greedy texts of ways that draft: against those of a plain way before
-    them, if there is one, else on their own.
+    (stop_token_ids, seed). The pair's target judges the greedy texts of ways that draft: against those of a plain way
+    before them, if there is one, else on their own. The way ``DRAFT`` is the pair's and gets what is expected of it.
     Raises: PromptError when every text of a way that drafts stopped at its first token.
     """
     contenders: list[Contender] = []
@@ -49,19 +51,22 @@ def compare(
     for name, speaker in speakers.items():
         answers: list[tuple[DecodedText, ...]] = []
         measurements = []
-        for sampling, ids in zip(draws(plan, random[0]), prompts, strict=True):
-            with watch(name, sampling.temperature, len(ids)) as each:
+        for temperature, ids in zip(plan.temperatures, prompts, strict=True):
+            sampling = Sampling(temperature, plan.max_new_tokens, random[0], plan.top_k, plan.top_p)
+            with watch(name, temperature, len(ids)) as each:
                 texts = decode_prompts(speaker, ids, sampling, random[1], each, plan.batch_size)
-            measurement = summarise(", ".join(plan.tasks), sampling.temperature, texts)
+            measurement = summarise(", ".join(plan.tasks), temperature, texts)
             before = plain[len(answers)] if plain else None
             if speaker.is_drafting:
                 if not measurement.acceptance:
                     raise PromptError(
                         f"all {len(ids)} texts stopped at their first token; use prompts that the target answers"
                     )
-                equality = compare_greedy(target, ids, texts, sampling, before) if sampling.is_greedy else None
+                equality = compare_greedy(pair[0], ids, texts, sampling, before) if sampling.is_greedy else None
                 gain = speedup(before, texts, measurement.acceptance.num_tokens) if before else None
                 measurement = replace(measurement, equality=equality, speedup=gain)
+            if name == DRAFT:
+                measurement = expect(measurement, pair, ids, texts, sampling)
             answers.append(texts)
             measurements.append(measurement)
         plain = plain if speaker.is_drafting else answers
@@ -69,30 +74,21 @@ def compare(
     return tuple(contenders)
 
 
-def draws(plan: EvalSection, stop_token_ids: tuple[int, ...]) -> list[Sampling]:
-    """How the plan's texts are drawn at each of its temperatures."""
-    return [Sampling(t, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p) for t in plan.temperatures]
-
-
 def expect(
-    contender: Contender,
+    measurement: Measurement,
     pair: tuple[Target[Any], DraftModel],
-    prompts: Sequence[Sequence[torch.Tensor]],
-    draws: Sequence[Sampling],
-) -> Contender:
-    """The contender with what teacher forcing expects of its draft on the very texts that it decoded, block by block
-    where its rounds began; ``prompts`` and ``draws`` are those of its measurements. Nothing is added where no block
-    lies in a text.
+    prompts: Sequence[torch.Tensor],
+    texts: Sequence[DecodedText],
+    sampling: Sampling,
+) -> Measurement:
+    """The measurement with what teacher forcing expects of its draft on the very texts that it decoded, block by block
+    where its rounds began. Nothing is added where no block lies in a text.
     """
-    measurements = []
-    of_measurements = zip(contender.measurements, contender.texts, prompts, draws, strict=True)
-    for measurement, texts, ids, sampling in of_measurements:
-        found = [
-            estimate(*pair, ids_T, text.ids_T, sampling, round_starts(text.rounds))
-            for ids_T, text in zip(ids, texts, strict=True)
-        ]
-        if any(text.anchors for text in found):
-            gap = decoding_gap(found, [text.rounds for text in texts])
-            measurement = replace(measurement, teacher_forced=teacher_forced_statistics(found), decoding_gap=gap)
-        measurements.append(measurement)
-    return replace(contender, measurements=tuple(measurements))
+    found = [
+        estimate(*pair, ids_T, text.ids_T, sampling, round_starts(text.rounds))
+        for ids_T, text in zip(prompts, texts, strict=True)
+    ]
+    if not any(text.anchors for text in found):
+        return measurement
+    gap = decoding_gap(found, [text.rounds for text in texts])
+    return replace(measurement, teacher_forced=teacher_forced_statistics(found), decoding_gap=gap)

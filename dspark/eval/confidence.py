@@ -83,16 +83,12 @@ def calibration(logits_N: torch.Tensor, is_accepted_N: torch.Tensor) -> Calibrat
     probs_N, outcome_N = torch.sigmoid(logits_N), is_accepted_N.double()
     place_N = (probs_N * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     bins = tuple(_bin(place, probs_N[place_N == place], outcome_N[place_N == place]) for place in range(NUM_BINS))
-    gaps = [
-        b.num_slots * abs(b.mean_confidence - b.acceptance)
-        for b in bins
-        if b.mean_confidence is not None and b.acceptance is not None
-    ]
+    gaps = torch.zeros(NUM_BINS, dtype=torch.float64).index_add(0, place_N, probs_N - outcome_N)
     return Calibration(
         num_slots=len(probs_N),
         mean_confidence=float(probs_N.mean()),
         acceptance=float(outcome_N.mean()),
-        ece=sum(gaps) / len(probs_N),
+        ece=float(gaps.abs().sum()) / len(probs_N),
         brier=float((probs_N - outcome_N).square().mean()),
         auroc=auroc(logits_N, is_accepted_N),
         bins=bins,

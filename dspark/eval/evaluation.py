@@ -10,6 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dspark.config import describe_validation
 from dspark.errors import ConfigError, RecordError
+from dspark.eval.comparison import DRAFT
 from dspark.eval.measure import Measurement
 from dspark.eval.records import JOURNAL_FILE, TextKey, read_texts
 from dspark.eval.report import EvalReport, Pairing
@@ -17,8 +18,6 @@ from dspark.eval.statistics import compare_pairs
 from dspark.eval.timing import DecodedText
 
 REPORT_FILE = "report.json"
-DRAFT = "draft"
-"""The contender that an evaluation is about."""
 DRAWN = ("seed", "is_thinking", "max_new_tokens", "top_k", "top_p")
 """What decides, beside the drafts, how texts come about."""
 
@@ -100,19 +99,11 @@ def _check_texts(evaluation: Evaluation) -> None:
                 raise RecordError(f"{place} has other texts than {REPORT_FILE} counts; evaluate again")
 
 
-@dataclass(frozen=True)
-class Opponent:
-    """An earlier evaluation: what it shares with another as the keys of every task and temperature, and what it has
-    not of the other's, in words.
-    """
-
-    evaluation: Evaluation
-    shared: tuple[tuple[TextKey, ...], ...]
-    lacking: tuple[str, ...]
-
-
-def find_opponent(there: Evaluation, of_target: Mapping[str, Any], settings: Mapping[str, Any]) -> Opponent:
-    """An evaluation as the opponent of one whose report will hold ``of_target`` and ``settings`` (JSON values).
+def find_shared(
+    there: Evaluation, of_target: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[list[list[TextKey]], list[str]]:
+    """What an earlier evaluation shares with one whose report will hold ``of_target`` and ``settings`` (JSON values).
+    Returns: the keys of every task and temperature that both have, and what it has not of the other's, in words.
     Raises: ConfigError for one of another target, of other prompts, drawn in another way, or with no task at a
     temperature in common.
     """
@@ -125,21 +116,20 @@ def find_opponent(there: Evaluation, of_target: Mapping[str, Any], settings: Map
         for temperature in settings["temperatures"]:
             if (task, temperature) in drafted:
                 _check_alike(f"{folder}: prompts of {task}", theirs["prompts"][task], prompts, ("sha256",))
-                shared.append(tuple(TextKey(task, temperature, DRAFT, index) for index in range(prompts["count"])))
+                shared.append([TextKey(task, temperature, DRAFT, index) for index in range(prompts["count"])])
             else:
                 lacking.append(f"{task} at T = {temperature:g}")
     if not shared:
         raise ConfigError(f"{folder}: holds none of these tasks at these temperatures; compare what was measured alike")
-    return Opponent(there, tuple(shared), tuple(lacking))
+    return shared, lacking
 
 
-def pair_up(texts: Mapping[TextKey, DecodedText], opponent: Opponent) -> tuple[Pairing, ...]:
-    """Compare an evaluation's draft with the opponent's, for every task at every temperature that both have."""
+def pair_up(own: Mapping[TextKey, DecodedText], there: Evaluation, shared: list[list[TextKey]]) -> tuple[Pairing, ...]:
+    """Compare the draft of ``own`` texts with another evaluation's, for every task and temperature they share."""
     found = []
-    for keys in opponent.shared:
-        first, second = ({key: part[key].rounds for key in keys} for part in (texts, opponent.evaluation.texts))
-        comparison = compare_pairs(first, second)
-        found.append(Pairing(keys[0].task, keys[0].temperature, str(opponent.evaluation.folder), comparison))
+    for keys in shared:
+        comparison = compare_pairs(*({key: part[key].rounds for key in keys} for part in (own, there.texts)))
+        found.append(Pairing(keys[0].task, keys[0].temperature, str(there.folder), comparison))
     return tuple(found)
 
 

@@ -24,18 +24,10 @@ JOURNAL_FILE, ROUNDS_FILE = "texts.jsonl", "rounds.parquet"
 FORMAT = "dspark-texts-2"
 CLOCKS = ("seconds", "is_looping", "first_token_seconds", "phase_seconds")
 """What a line says of a text beside its ids and rounds."""
-COLUMNS = {
-    "task": pyarrow.string(),
-    "temperature": pyarrow.float64(),
-    "contender": pyarrow.string(),
-    "prompt_index": pyarrow.int64(),
-    "round_index": pyarrow.int64(),
-    "num_proposed": pyarrow.int64(),
-    "accepted_drafts": pyarrow.int64(),
-    "acceptance_length": pyarrow.int64(),
-    "is_cut": pyarrow.bool_(),
-    "confidence_logits": pyarrow.list_(pyarrow.float64()),
-}
+COUNTS = ("prompt_index", "round_index", "num_proposed", "accepted_drafts", "acceptance_length")
+COLUMNS = {"task": pyarrow.string(), "temperature": pyarrow.float64(), "contender": pyarrow.string()}
+COLUMNS |= dict.fromkeys(COUNTS, pyarrow.int64())
+COLUMNS |= {"is_cut": pyarrow.bool_(), "confidence_logits": pyarrow.list_(pyarrow.float64())}
 SCHEMA = pyarrow.schema([pyarrow.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
 
 
@@ -117,7 +109,8 @@ def open_journal(folder: Path, settings: Mapping[str, object]) -> Iterator[Journ
         if not path.exists():
             write_whole(path, json.dumps({"format": FORMAT, "settings": dict(settings)}) + "\n")
         content = path.read_bytes()
-        texts = _parse_texts(path, content, settings)
+        found, texts = _parse_texts(path, content)
+        _check_settings(path, found, settings)
         os.truncate(path, content.rfind(b"\n") + 1)
         with path.open("ab") as file:
             yield Journal(file, texts)
@@ -127,11 +120,11 @@ def read_texts(path: Path) -> dict[TextKey, DecodedText]:
     """The texts of a journal, which stays as it is. Raises: RecordError when it is missing or holds what is no text."""
     if not path.is_file():
         raise RecordError(f"{path}: no such file; expected the texts of a dspark eval --out")
-    return _parse_texts(path, path.read_bytes(), None)
+    return _parse_texts(path, path.read_bytes())[1]
 
 
-def _parse_texts(path: Path, content: bytes, settings: Mapping[str, object] | None) -> dict[TextKey, DecodedText]:
-    """The texts in the whole lines of a journal, when its settings are these (or any)."""
+def _parse_texts(path: Path, content: bytes) -> tuple[Mapping[str, Any], dict[TextKey, DecodedText]]:
+    """The settings of a journal, and the texts in its whole lines."""
     header, *lines = content[: content.rfind(b"\n") + 1].split(b"\n")
     try:
         found = _Header.model_validate_json(header)
@@ -139,8 +132,6 @@ def _parse_texts(path: Path, content: bytes, settings: Mapping[str, object] | No
         raise RecordError(f"{path}:1: not a journal ({describe_validation(error)}); delete it") from error
     if found.format != FORMAT:
         raise RecordError(f"{path}: found the format {found.format!r}, expected {FORMAT!r}; choose another folder")
-    if settings is not None:
-        _check_header(path, found, settings)
     texts: dict[TextKey, DecodedText] = {}
     for number, line in enumerate(lines[:-1], 2):
         try:
@@ -157,11 +148,11 @@ def _parse_texts(path: Path, content: bytes, settings: Mapping[str, object] | No
                 raise RecordError(f"{path}:{number}: {counts} cannot be; delete the lines from here on")
         ids_T = torch.tensor(row.ids, dtype=torch.int64)
         texts[key] = DecodedText(ids_T, row.rounds, **{name: getattr(row, name) for name in CLOCKS})
-    return texts
+    return found.settings, texts
 
 
-def _check_header(path: Path, found: _Header, settings: Mapping[str, object]) -> None:
-    old, new = _flat(found.settings), _flat(json.loads(json.dumps(dict(settings))))
+def _check_settings(path: Path, found: Mapping[str, Any], settings: Mapping[str, object]) -> None:
+    old, new = _flat(found), _flat(json.loads(json.dumps(dict(settings))))
     differing = [
         f"{key} {old.get(key, 'absent')!r} (now {new.get(key, 'absent')!r})"
         for key in old | new

@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from dspark.eval.comparison import Contender
-from dspark.eval.confidence import Calibration
+from dspark.eval.confidence import ConfidenceStatistics
 from dspark.eval.measure import Measurement
 from dspark.eval.statistics import PairedComparison
 from dspark.files import write_whole
@@ -40,7 +40,7 @@ class EvalReport:
     target: Mapping[str, object]
     draft: Mapping[str, object]
     settings: Mapping[str, Any]
-    provenance: Mapping[str, object]
+    provenance: Mapping[str, Any]
     measurements: tuple[Measurement, ...]
     baselines: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
     pairings: tuple[Pairing, ...] = ()
@@ -52,10 +52,9 @@ class EvalReport:
 
     def machine(self) -> str:
         """What decoded, in words."""
-        settings, hardware = self.settings, self.provenance.get("hardware", {})
-        gpus = hardware.get("gpus", []) if isinstance(hardware, dict) else []
-        place = f"{settings.get('tp', 1)} x {gpus[0]}" if gpus and settings.get("device") != "cpu" else "CPU"
-        return f"{settings.get('engine', 'reference')} on {place}, {settings.get('batch_size', 1)} at a time"
+        settings, gpus = self.settings, self.provenance["hardware"]["gpus"]
+        place = f"{settings['tp']} x {gpus[0]}" if gpus and settings["device"] != "cpu" else "CPU"
+        return f"{settings['engine']} on {place}, {settings['batch_size']} at a time"
 
     def mean_acceptance_lengths(self) -> dict[str, float]:
         """Macro mean over real tasks (first turns) at each temperature, without the texts that loop, which flatter.
@@ -117,7 +116,7 @@ def _task_table(title: str, measurements: Sequence[Measurement]) -> Table:
         table.add_row(name, *cells)
     table.add_section()
     if any(sure := [m.confidence for m in measurements]):
-        table.add_row("confidence: ECE, AUROC, Brier", *[_calibration(c.overall) if c else "-" for c in sure])
+        table.add_row("confidence: ECE, AUROC, Brier", *map(_calibration, sure))
         table.add_section()
     if any(gaps := [m.decoding_gap for m in measurements]):
         table.add_row("teacher forcing, of whole blocks", *[number(gap.forced) if gap else "-" for gap in gaps])
@@ -146,8 +145,8 @@ def _mismatches(m: Measurement) -> str:
     return f"{m.equality.mismatches} of {m.num_prompts}{why}"
 
 
-def _calibration(found: Calibration) -> str:
-    return f"{found.ece:.3f}  {number(found.auroc)}  {found.brier:.3f}"
+def _calibration(found: ConfidenceStatistics | None) -> str:
+    return f"{found.overall.ece:.3f}  {number(found.overall.auroc)}  {found.overall.brier:.3f}" if found else "-"
 
 
 def pairing_table(pairings: Sequence[Pairing]) -> Table:
@@ -185,11 +184,11 @@ def _comparison_table(contenders: Sequence[Contender], title: str) -> Table:
             length = f"{number(a.mean_acceptance_length)} ({interval(a.interval)})" if a else "1"
             cells += [length, f"{m.tokens_per_second:.1f}"]
         table.add_row(contender.name, *cells)
-    table.caption = (
-        f"acceptance: mean acceptance length, bonus token included\ntexts that end in a loop: {loops(contenders)}"
-    )
-    if compared := greedy_equality(contenders):
-        table.caption += f"\ngreedy texts unlike plain decoding's: {compared}"
+    columns = zip(*(contender.measurements for contender in contenders), strict=True)
+    loops = ", ".join(f"{max(m.looping_share for m in c):.0%} at T = {c[0].temperature:g}" for c in columns)
+    table.caption = f"acceptance: mean acceptance length, bonus token included\ntexts that end in a loop: {loops}"
+    if compared := [f"{c.name} {_mismatches(m)}" for c in contenders for m in c.measurements if m.equality]:
+        table.caption += f"\ngreedy texts unlike plain decoding's: {', '.join(compared)}"
     return table
 
 
@@ -239,11 +238,6 @@ def phase_columns(phases: Mapping[str, float]) -> dict[str, float]:
     return {group[0]: sum(phases.get(name, 0.0) for name in group) for group in PHASES}
 
 
-def greedy_equality(contenders: Sequence[Contender]) -> str:
-    """How many greedy texts of each contender differ from plain decoding's, and why; empty if none were compared."""
-    return ", ".join(f"{c.name} {_mismatches(m)}" for c in contenders for m in c.measurements if m.equality)
-
-
 def difference_lines(contenders: Sequence[Contender], limit: int = 10) -> list[str]:
     """A line for each text that differs, faults first; after ``limit`` lines only how many more there are."""
     found = [(d, c.name, m) for c in contenders for m in c.measurements if m.equality for d in m.equality.differences]
@@ -254,12 +248,6 @@ def difference_lines(contenders: Sequence[Contender], limit: int = 10) -> list[s
         for d, name, m in found[:limit]
     ]
     return lines + [f"and {len(found) - limit} more"] * (len(found) > limit)
-
-
-def loops(contenders: Sequence[Contender]) -> str:
-    """The largest share of looping texts among the contenders, at each temperature."""
-    columns = zip(*(contender.measurements for contender in contenders), strict=True)
-    return ", ".join(f"{max(m.looping_share for m in c):.0%} at T = {c[0].temperature:g}" for c in columns)
 
 
 def number(value: float | None) -> str:

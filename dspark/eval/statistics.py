@@ -1,15 +1,14 @@
 """Acceptance statistics of speculative decoding with intervals over prompts, and two drafts on the same prompts."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from dspark.decode.round import Round
 from dspark.decode.teacher_forced import TeacherForced, round_starts
 
-PromptT = TypeVar("PromptT", bound=Hashable)
 NUM_RESAMPLES = 2000
 SMALLEST_ERROR = 0.25
 """Of a resample, as a share of the sample's: one that missed the few prompts that differ would divide by nearly 0."""
@@ -174,9 +173,7 @@ class PairedComparison:
     p_value: float
 
 
-def compare_pairs(
-    first: Mapping[PromptT, Sequence[Round]], second: Mapping[PromptT, Sequence[Round]]
-) -> PairedComparison:
+def compare_pairs(first: Mapping[Any, Sequence[Round]], second: Mapping[Any, Sequence[Round]]) -> PairedComparison:
     """Compare two drafts prompt by prompt, which leaves out how much prompts differ from each other.
 
     The keys say what was decoded and how (prompt, temperature, seed); both drafts must have decoded the same. Prompts
@@ -189,7 +186,8 @@ def compare_pairs(
     both = [prompt for prompt, rounds in first.items() if rounds and second[prompt]]
     if not both:
         raise ValueError("no prompt has rounds of both drafts")
-    counts = [[_tokens_and_rounds(draft[prompt]) for draft in (first, second)] for prompt in both]
+    rounds = [[draft[prompt] for draft in (first, second)] for prompt in both]
+    counts = [[(sum(r.acceptance_length for r in of_draft), len(of_draft)) for of_draft in pair] for pair in rounds]
     counts_P22 = torch.tensor(counts, dtype=torch.float64)
     lengths_2 = counts_P22[..., 0].sum(0) / counts_P22[..., 1].sum(0)
     return PairedComparison(
@@ -228,10 +226,6 @@ def swap_p_value(counts_P22: torch.Tensor, seed: int = 0, num_resamples: int = N
     observed = sums_22[0, 0] / sums_22[0, 1] - sums_22[1, 0] / sums_22[1, 1]
     num_as_large = int((difference_S.abs() >= observed.abs() * (1 - 1e-12)).sum())  # a sum in another order is no less
     return num_as_large / len(is_swapped_SP) if is_exact else (1 + num_as_large) / (num_resamples + 1)
-
-
-def _tokens_and_rounds(rounds: Sequence[Round]) -> tuple[int, int]:
-    return sum(counts.acceptance_length for counts in rounds), len(rounds)
 
 
 def studentised_interval(

@@ -154,9 +154,8 @@ def compared(
     ways["ngram"] = DraftSpeaker(target, partial(LookupDrafter, 4, target.vocab_size))
     ways["draft"] = DraftSpeaker(target, draft)
     plan = EvalSection(tasks=("toy",), max_new_tokens=20, temperatures=temperatures)
-    return compare(
-        ways, target, [PROMPTS] * len(temperatures), plan, (stop_token_ids, 7), lambda *_: nullcontext(decode_all)
-    )
+    prompts = [PROMPTS] * len(temperatures)
+    return compare(ways, pair, prompts, plan, (stop_token_ids, 7), lambda *_: nullcontext(decode_all))
 
 
 def test_greedy_texts_are_compared_with_plain_decoding_at_every_greedy_temperature(

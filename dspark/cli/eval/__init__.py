@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -11,7 +11,7 @@ from dspark.cli.eval.contenders import FORMS, contender_names
 from dspark.cli.eval.job import Job, choose_engine, run
 from dspark.cli.identity import choose_target
 from dspark.cli.terminal import DEFAULT_DEVICE, Device
-from dspark.config import EvalSection, RunConfig, load_run, validated
+from dspark.config import EvalSection, load_run, validated
 from dspark.errors import ConfigError
 from dspark.eval.tasks import describe_tasks, task_names
 from dspark.files import check_writable
@@ -65,16 +65,18 @@ def evaluate(
     if out is not None:
         check_writable(out, "--out")
     given = load_run(config) if config else None
-    listed = {"tasks": _listed(tasks), "temperatures": _listed(temperatures), "batch_size": batch_size}
-    listed |= {"turns": turns}
-    limits = {"max_prompts": max_prompts, "max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p}
-    plan, chosen = _plan(given, listed | limits), choose_target(given, target, dtype, device)
+    options: dict[str, object] = {"tasks": _listed(tasks), "temperatures": _listed(temperatures)}
+    options |= {"turns": turns, "batch_size": batch_size, "max_prompts": max_prompts, "max_new_tokens": max_new_tokens}
+    options |= {"top_k": top_k, "top_p": top_p}
+    said = {key: value for key, value in options.items() if value is not None}
+    plan = validated(EvalSection, (given.eval.model_dump() if given else {"tasks": ("heldout",)}) | said, "dspark eval")
+    chosen = choose_target(given, target, dtype, device)
     names = contender_names(baselines)
     place = draft or (given.train.folder / "draft" if given else None)
     is_thinking = thinking if thinking is not None else bool(given and given.data.is_thinking)
     if is_thinking and plan.turns > 1:
         raise ConfigError("--turns: what was thought before is not told again by every template; leave --thinking out")
-    made = choose_engine(engine, chosen.path, plan, (device, tp))
+    made = choose_engine(engine, chosen.path, plan, device, tp)
     seeds = (seed, given.seed if given else seed)
     job = Job(chosen, place, plan, names, seeds, is_thinking, device, made, tp, out, against)
     if tp > 1:
@@ -86,9 +88,3 @@ def evaluate(
 def _listed(words: str | None) -> list[str] | None:
     """What commas separate, each once."""
     return list(dict.fromkeys(words.split(","))) if words else None
-
-
-def _plan(given: RunConfig | None, options: dict[str, Any]) -> EvalSection:
-    before = given.eval.model_dump() if given else {"tasks": ("heldout",)}
-    options = {key: value for key, value in options.items() if value is not None}
-    return validated(EvalSection, before | options, "dspark eval")

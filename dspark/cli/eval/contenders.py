@@ -1,21 +1,22 @@
 """The ways to decode that an evaluation compares: how they are named, and what writes their texts."""
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dspark.cli.identity import Pair
+from dspark.cli.identity import Pair, check_pair
 from dspark.decode.drafter import Draft, LookupDrafter, ModelDrafter
 from dspark.decode.engine import CycleSpeaker
 from dspark.decode.generation import DraftSpeaker, PlainSpeaker
 from dspark.decode.speaking import Speaker
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.eval.evaluation import DRAFT
-from dspark.export import check_target, read_draft
+from dspark.eval.comparison import DRAFT
+from dspark.export import read_draft
 from dspark.train.setup import fresh_draft
 from dspark.types import Target
 from dspark.verifier import Verifier, load_mtp
@@ -23,6 +24,7 @@ from dspark.verifier.drafting import BlockDrafter, DraftWeights, MtpDrafter, NoD
 
 PLAIN, HOST = "plain", ("ngram", "confidence", "budget")
 """``HOST``: ways whose blocks have any length, so that the host sees each round through."""
+KNOWN = re.compile(r"plain|ngram|untrained|(mtp|drafts|budget):(?!0+$)[0-9]{1,4}|confidence:0?\.(?!0+$)[0-9]+")
 FORMS = "plain, ngram, untrained, mtp:N, drafts:N, confidence:P, budget:N or a draft's folder"
 
 
@@ -32,24 +34,13 @@ def contender_names(listed: str | None) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(listed.split(","))) if listed else ()
     for name in names:
-        kind, _, value = name.partition(":")
-        is_named = kind in {PLAIN, "ngram", "untrained"} and not value
-        is_counted = kind in {"mtp", "drafts", "budget"} and value.isdecimal() and 1 <= len(value) <= 4 and int(value)
-        is_share = kind == "confidence" and 0 < _number(value) < 1
         if name == DRAFT:
             raise ConfigError(f"--baselines: {name!r} is the draft's own name; write ./{name} for that folder")
-        if not (is_named or is_counted or is_share or (Path(name) / "config.json").is_file()):
+        if not (KNOWN.fullmatch(name) or (Path(name) / "config.json").is_file()):
             raise ConfigError(
                 f"--baselines: {name!r} is not known; expected some of {FORMS}, N from 1, P between 0 and 1"
             )
     return tuple(sorted(names, key=lambda name: name != PLAIN))
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -115,9 +106,7 @@ class Models:
         return draft.eval()
 
     def _from_folder(self, folder: Path) -> Speaker:
-        facts, like = self.pair.facts, self.draft.fc.weight
-        sizes = {"vocab_size": facts.vocab_size, "hidden_size": facts.hidden_size, "num_layers": facts.num_layers}
-        config = check_target(folder, **sizes, fingerprint=self.pair.fingerprint)
+        config, like = check_pair(folder, self.pair.facts, self.pair.fingerprint), self.draft.fc.weight
         tables = (self.target.embedding_VD, self.target.head_VD)
         draft = read_draft(folder, tables, dtype=like.dtype, device=str(like.device))
         return self._drafted(tapped(self.target, config.target_layer_ids), draft)

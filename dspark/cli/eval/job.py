@@ -19,8 +19,8 @@ from dspark.config import EvalSection, TargetSection
 from dspark.data.chat import ChatFormat
 from dspark.decode.engine import SLACK_TOKENS
 from dspark.errors import ConfigError, DsparkError, PromptError
-from dspark.eval.comparison import Contender
-from dspark.eval.evaluation import DRAFT, REPORT_FILE, Opponent, find_opponent, pair_up, read_evaluation
+from dspark.eval.comparison import DRAFT, Contender
+from dspark.eval.evaluation import REPORT_FILE, find_shared, pair_up, read_evaluation
 from dspark.eval.measure import Measurement
 from dspark.eval.records import JOURNAL_FILE, ROUNDS_FILE, Journal, open_journal, read_texts, write_rounds
 from dspark.eval.report import (
@@ -36,7 +36,7 @@ from dspark.eval.tasks import TaskPrompts, load_prompts
 from dspark.export import read_draft
 from dspark.provenance import describe_launch
 from dspark.target.config import LING_ARCHITECTURE
-from dspark.target.loading import load_target, locate_target, target_facts
+from dspark.target.loading import locate_target, target_facts
 from dspark.types import Target
 from dspark.verifier import Verifier
 from dspark.verifier.ranks import Ranks
@@ -63,11 +63,10 @@ class Job:
     against: Path | None
 
 
-def choose_engine(name: str | None, target: str, plan: EvalSection, place: tuple[str, int]) -> str:
-    """What decodes: as asked, else the verifier on a GPU for the family that it knows; ``place`` is (device, tp).
+def choose_engine(name: str | None, target: str, plan: EvalSection, device: str, tp: int) -> str:
+    """What decodes: as asked, else the verifier on a GPU for the family that it knows.
     Raises: ConfigError for what the verifier cannot do.
     """
-    device, tp = place
     is_ling = target_facts(locate_target(target)).architecture == LING_ARCHITECTURE
     default = VERIFIER if tp > 1 or (device.startswith("cuda") and is_ling) else REFERENCE
     engine = name or default
@@ -89,7 +88,7 @@ def choose_engine(name: str | None, target: str, plan: EvalSection, place: tuple
 
 
 def run(ranks: Ranks, job: Job) -> None:
-    """Measure on one rank."""
+    """Measure on one rank. Raises: DsparkError, when all is written, for a greedy text that is not the target's own."""
     console = Console(markup=False, emoji=False, quiet=ranks.rank > 0)
     if job.device.startswith("cuda:"):
         torch.cuda.set_device(job.device)  # graphs and kernels are made for the current one
@@ -100,7 +99,8 @@ def run(ranks: Ranks, job: Job) -> None:
     of_target, of_draft = pair.describe()
     of_target["dtype"] = job.target.dtype
     settings = _settings(job, prompts)
-    opponent = find_opponent(read_evaluation(job.against), of_target, settings) if job.against else None
+    there = read_evaluation(job.against) if job.against else None
+    shared, lacking = find_shared(there, of_target, settings) if there else ([], [])
     decided = {"target": of_target, "draft": of_draft["fingerprint"], "settings": settings}
     opened = open_journal(job.out, decided) if job.out and ranks.rank == 0 else nullcontext(Journal(None, {}))
     with opened as journal:
@@ -118,16 +118,17 @@ def run(ranks: Ranks, job: Job) -> None:
             match = Match(speakers, models, plan, stop_ids, seed, journal, ranks.rank == 0)
             contenders |= match.of_task(name, found, chat)
         if ranks.rank == 0:
-            pairings = pair_up(journal.texts, opponent) if opponent else ()
-            others = {group[0].name: _measured(group) for group in zip(*contenders.values(), strict=True)}
+            pairings = pair_up(journal.texts, there, shared) if there else ()
+            groups = zip(*contenders.values(), strict=True)
+            others = {group[0].name: tuple(m for c in group for m in c.measurements) for group in groups}
             measured = others.pop(DRAFT)
             report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), measured, others, pairings)
-            _show(console, report, contenders, opponent)
+            _show(console, report, contenders, lacking)
             if job.out is not None:
                 write_rounds(journal.texts, job.out / ROUNDS_FILE)
                 write_json(report, job.out / REPORT_FILE)
                 console.print(f"written to {job.out}")
-            _refuse_faults(report)
+            _refuse_faults((measured, *others.values()))
 
 
 def _settings(job: Job, prompts: Mapping[str, TaskPrompts]) -> dict[str, Any]:
@@ -164,30 +165,21 @@ def _load(ranks: Ranks, job: Job, pair: Pair, prompts: Mapping[str, TaskPrompts]
         capacity = longest + job.plan.max_new_tokens + SLACK_TOKENS
         capacity += (job.plan.turns - 1) * (most + job.plan.max_new_tokens) if said else 0
         target = Verifier.load(pair.folder, capacity, layers, dtype, job.device, ranks)
+        draft = read_draft(pair.place, (target.embedding_VD, target.head_VD), dtype=dtype, device=job.device)
     else:
-        target = load_target(pair.folder, target_layer_ids=layers, dtype=dtype, device=job.device)
-    tables = (target.embedding_VD, target.head_VD)
-    draft = read_draft(pair.place, tables, dtype=dtype, device=job.device)
+        target, draft = pair.load(dtype, job.device)
     return Models(pair, target, draft, job.seeds[1])
 
 
-def _measured(group: Sequence[Contender]) -> tuple[Measurement, ...]:
-    """The measurements of one contender's tasks, task after task."""
-    return tuple(m for contender in group for m in contender.measurements)
-
-
-def _refuse_faults(report: EvalReport) -> None:
-    """When all is written. Raises: DsparkError when a greedy text is not the target's own."""
-    measurements = (*report.measurements, *(m for group in report.baselines.values() for m in group))
-    faults = sum(m.equality.faults for m in measurements if m.equality)
-    if faults:
+def _refuse_faults(everyone: Sequence[Sequence[Measurement]]) -> None:
+    if faults := sum(m.equality.faults for measurements in everyone for m in measurements if m.equality):
         raise DsparkError(
             f"{faults} greedy texts are not the target's own, which no rounding explains: see A FAULT above"
         )
 
 
 def _show(
-    console: Console, report: EvalReport, contenders: Mapping[str, Sequence[Contender]], opponent: Opponent | None
+    console: Console, report: EvalReport, contenders: Mapping[str, Sequence[Contender]], lacking: Sequence[str]
 ) -> None:
     console.print(*task_tables(report))
     for task, group in contenders.items():
@@ -202,5 +194,5 @@ def _show(
             console.print(line, highlight=False)
     if report.pairings:
         console.print(pairing_table(report.pairings))
-    if opponent and opponent.lacking:
-        console.print(f"not compared, for {opponent.evaluation.folder} has it not: {', '.join(opponent.lacking)}")
+    if lacking:
+        console.print(f"not compared, for {report.pairings[0].folder} has it not: {', '.join(lacking)}")

@@ -15,7 +15,7 @@ from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
 from dspark.decode.speaking import Speaker
 from dspark.errors import PromptError
-from dspark.eval.comparison import Contender, compare, draws, expect
+from dspark.eval.comparison import Contender, compare
 from dspark.eval.measure import Decode, Each
 from dspark.eval.records import Journal, TextKey
 from dspark.eval.tasks import TaskPrompts
@@ -57,11 +57,9 @@ class Match:
         return turns
 
     def compare(self, task: str, prompts: Sequence[Sequence[torch.Tensor]], seed: int) -> tuple[Contender, ...]:
-        """All contenders on the prompts of every temperature, the draft with what teacher forcing expects of it."""
-        plan, random = self.plan.model_copy(update={"tasks": (task,)}), (self.stop_token_ids, seed)
-        target = self.models.target
-        *others, own = compare(self.speakers, target, prompts, plan, random, partial(self.watch, task))
-        return (*others, expect(own, (target, self.models.draft), prompts, draws(plan, self.stop_token_ids)))
+        """All contenders on the prompts of every temperature."""
+        plan, pair = self.plan.model_copy(update={"tasks": (task,)}), (self.models.target, self.models.draft)
+        return compare(self.speakers, pair, prompts, plan, (self.stop_token_ids, seed), partial(self.watch, task))
 
     @contextmanager
     def watch(self, task: str, name: str, temperature: float, total: int) -> Iterator[Each]:

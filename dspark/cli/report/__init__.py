@@ -36,7 +36,9 @@ def report(
 
     Several RUNs stand side by side. The pictures lie in a folder named as the page is, report_png for report.html.
     """
-    _check_distinct(runs)
+    places = [folder.resolve() for folder in runs]
+    if twice := [folder for number, folder in enumerate(runs) if places[number] in places[:number]]:
+        raise ConfigError(f"{twice[0]}: given twice; name every RUN once")
     if compare and len(runs) < 2:
         raise ConfigError(f"--compare: give two RUNs or more, found {len(runs)}")
     evaluations = [_with_training(read_evaluation(folder)) for folder in runs]
@@ -50,14 +52,6 @@ def report(
     write_whole(page, html.encode(errors="replace"))  # a name of a file may be no text
     console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
     console.print(f"{page}\n{f'{len(pictures)} pictures in {folder}' if pictures else NO_FONT}")
-
-
-def _check_distinct(runs: Sequence[Path]) -> None:
-    seen: set[Path] = set()
-    for folder in runs:
-        if folder.resolve() in seen:
-            raise ConfigError(f"{folder}: given twice; name every RUN once")
-        seen.add(folder.resolve())
 
 
 def _with_training(evaluation: Evaluation) -> Evaluation:

@@ -130,7 +130,7 @@ def line_chart(
     x_ticks = ticks(min(p[0] for p in points), max(p[0] for p in points))
     y_ticks = ticks(min(p[1] for p in points), max(p[1] for p in points))
     frame = _Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
-    body = [_axes(frame, [(v, _number(v)) for v in x_ticks], y_ticks, x_label, y_label)]
+    body = [_axes(frame, x_ticks, y_ticks, x_label, y_label)]
     if guide:
         body.append(f'<polyline class="guide" points="{_path(frame, guide)}"/>')
     for curve, marks in curves:
@@ -149,7 +149,7 @@ def bar_chart(series: Sequence[Series], num_places: int, x_label: str, y_label: 
         return Chart("", "nothing was measured")
     y_ticks = ticks(0.0, max([top, *(y for bars in series for _, y in bars.points)]))
     frame = _Frame(-0.5, num_places - 0.5, 0.0, y_ticks[-1])
-    x_ticks = [(x, str(x)) for x in range(0, num_places, math.ceil(num_places / 12))]
+    x_ticks = range(0, num_places, math.ceil(num_places / 12))
     body = [_axes(frame, x_ticks, y_ticks, x_label, y_label)]
     room = (frame.x(1) - frame.x(0)) * 0.8
     width = room / max(len(series), 1)
@@ -171,8 +171,7 @@ def interval_chart(
         return Chart("", "nothing was measured")
     reach = max(0.1, *(max(abs(item.low), abs(item.high)) for item in intervals)) if is_difference else 0.0
     x_ticks = ticks(-reach, reach, 6) if is_difference else ticks(1.0, max(longest, *(item.high for item in intervals)))
-    frame = _row_frame(x_ticks, len(intervals))
-    body = [_axes(frame, [(v, _number(v)) for v in x_ticks], [], x_label, "")]
+    frame, body = _rows(x_ticks, len(intervals), x_label)
     if is_difference:
         body.append(f'<path class="guide" d="M{frame.x(0):.1f} {TOP}V{frame.floor}"/>')
     for row, item in enumerate(intervals):
@@ -191,9 +190,7 @@ def stack_chart(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], x_label
     if not totals or max(totals) <= 0:
         return Chart("", "nothing was measured")
     colours = {name: place for place, name in enumerate(dict.fromkeys(name for _, parts in rows for name, _ in parts))}
-    x_ticks = ticks(0.0, max(totals))
-    frame = _row_frame(x_ticks, len(rows))
-    body = [_axes(frame, [(v, _number(v)) for v in x_ticks], [], x_label, "")]
+    frame, body = _rows(ticks(0.0, max(totals)), len(rows), x_label)
     for row, (name, parts) in enumerate(rows):
         y, start = TOP + ROW_HEIGHT * row + 20, 0.0
         body.append(_name(y - 4, shorten(name)))
@@ -211,23 +208,23 @@ def _finite(series: Series) -> Iterator[tuple[float, float, str, float]]:
             yield *point, note or "", radius or 4.0
 
 
-def _row_frame(x_ticks: Sequence[float], num_rows: int) -> _Frame:
-    return _Frame(x_ticks[0], x_ticks[-1], 0.0, 1.0, TOP + ROW_HEIGHT * num_rows + BOTTOM, ROW_LEFT)
+def _rows(x_ticks: Sequence[float], num_rows: int, x_label: str) -> tuple[_Frame, list[str]]:
+    """The frame of named rows, and their axis to draw on."""
+    frame = _Frame(x_ticks[0], x_ticks[-1], 0.0, 1.0, TOP + ROW_HEIGHT * num_rows + BOTTOM, ROW_LEFT)
+    return frame, [_axes(frame, x_ticks, [], x_label, "")]
 
 
-def _axes(
-    frame: _Frame, x_ticks: Sequence[tuple[float, str]], y_ticks: Sequence[float], x_label: str, y_label: str
-) -> str:
+def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str, y_label: str) -> str:
     floor = frame.floor
     parts = [f'<line class="axis" x1="{frame.left}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"/>']
-    for value, text in x_ticks:
-        parts.append(f'<text class="tick" text-anchor="middle" x="{frame.x(value):.1f}" y="{floor + 16}">{text}</text>')
+    for value in x_ticks:
+        place = f'x="{frame.x(value):.1f}" y="{floor + 16}"'
+        parts.append(f'<text class="tick" text-anchor="middle" {place}>{_number(value)}</text>')
     for value in y_ticks:
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(
-            f'<text class="tick" text-anchor="end" x="{frame.left - 6}" y="{y + 4:.1f}">{_number(value)}</text>'
-        )
+        place = f'x="{frame.left - 6}" y="{y + 4:.1f}"'
+        parts.append(f'<text class="tick" text-anchor="end" {place}>{_number(value)}</text>')
     middle = (frame.left + WIDTH - RIGHT) / 2
     parts.append(f'<text class="label" text-anchor="middle" x="{middle}" y="{floor + 36}">{escape(x_label)}</text>')
     if y_label:

@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from dspark.decode.round import Round
-from dspark.eval.comparison import Contender
-from dspark.eval.evaluation import DRAFT, Evaluation, find_opponent, pair_up
+from dspark.eval.comparison import DRAFT, Contender
+from dspark.eval.evaluation import Evaluation, find_shared, pair_up
 from dspark.eval.page import sections as of
 from dspark.eval.page.along import Bucket, by_length, by_start, step_width
 from dspark.eval.page.charts import Chart, Interval, Series, interval_chart, line_chart, shorten
@@ -58,7 +58,7 @@ def render_report(
 ) -> tuple[str, dict[str, str]]:
     """The page, and its figures as SVG files by name. Of every evaluation ``decoders`` makes ids into words, or says
     why nothing can. ``is_compared``: the first draft also with the others, prompt by prompt.
-    Raises: as ``find_opponent`` when they cannot be compared.
+    Raises: as ``find_shared`` when they cannot be compared.
     """
     runs = [evaluation.folder.resolve().name for evaluation in evaluations]
     if len(set(runs)) < len(runs):
@@ -160,8 +160,8 @@ def _along(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
     """Acceptance by the place in the answer, then by its length, or the prompt's where tasks say it."""
     figures = _each(partial(_by_place, evaluation))(evaluation, groups)
     is_long = any(m.task.startswith("long:") for m in evaluation.report.measurements)
-    by_length = _by_prompt if is_long else _each(partial(_by_answer, evaluation))
-    return figures + by_length(evaluation, groups)
+    of_length = _by_prompt if is_long else _each(partial(_by_answer, evaluation))
+    return figures + of_length(evaluation, groups)
 
 
 def _by_place(evaluation: Evaluation, rows: Sequence[of.Row], _: float) -> list[tuple[str, Chart]]:
@@ -208,28 +208,23 @@ def _learned(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
     curves, level = [Series("estimated", estimated, 0)], _counted(evaluation.report).mean_acceptance_lengths().get("1")
     if estimated and level:
         curves.append(Series("decoded", ((estimated[0][0], level), (estimated[-1][0], level)), 4))
-    chart = line_chart(curves, "step", "tokens a round")
-    figures = [
-        Figure("Loss", line_chart([Series("loss", loss, 0)], "step", "loss")),
-        Figure("Acceptance length", chart),
-    ]
+    charts = (("Loss", [Series("loss", loss, 0)], "loss"), ("Acceptance length", curves, "tokens a round"))
+    figures = [Figure(title, line_chart(series, "step", label)) for title, series, label in charts]
     return figures if evaluation.training else []
 
 
 def _paired(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
     """What the evaluation itself compared."""
-    pairings: dict[str, list[Pairing]] = {}
-    for pairing in evaluation.report.pairings:
-        pairings.setdefault(pairing.folder, []).append(pairing)
-    return [Figure(f"minus {folder}", _forest(found)) for folder, found in pairings.items()]
+    pairings = evaluation.report.pairings
+    return [Figure(f"minus {pairings[0].folder}", _forest(pairings))] if pairings else []
 
 
 def _versus(first: Evaluation, second: Evaluation) -> list[Figure]:
     """The drafts of two evaluations on the same prompts: every task at every temperature, then every prompt."""
-    opponent = find_opponent(second, first.report.target, first.report.settings)
-    pairings = pair_up(first.texts, opponent)
+    shared, _ = find_shared(second, first.report.target, first.report.settings)
+    pairings = pair_up(first.texts, second, shared)
     figures = [Figure(f"{first.folder} minus {second.folder}", _forest(pairings))]
-    for keys, pairing in zip(opponent.shared, pairings, strict=True):
+    for keys, pairing in zip(shared, pairings, strict=True):
         pairs = [(_mean(first.texts[key].rounds), _mean(second.texts[key].rounds)) for key in keys]
         points = tuple(enumerate(sorted(a - b for a, b in pairs if a and b)))
         notes = tuple(f"{difference:+.2f}" for _, difference in points)
@@ -243,9 +238,8 @@ def _versus(first: Evaluation, second: Evaluation) -> list[Figure]:
 def _forest(pairings: Sequence[Pairing]) -> Chart:
     rows = []
     for p in pairings:
-        c = p.comparison
-        name = f"{shorten(p.task, 12)}, T = {p.temperature:g}, p = {c.p_value:.3f}"
-        rows.append(Interval(name, c.interval[0], c.difference, c.interval[1], 0))
+        name, (low, high) = f"{shorten(p.task, 12)}, T = {p.temperature:g}", p.comparison.interval
+        rows.append(Interval(f"{name}, p = {p.comparison.p_value:.3f}", low, p.comparison.difference, high, 0))
     return interval_chart(rows, "difference (tokens a round)", is_difference=True)
 
 

@@ -78,14 +78,10 @@ class Group:
                 [Row(c.name, self.palette[c.name], c.measurements[index]) for c in self.contenders],
             )
 
-    def title(self, at: str, what: str = "") -> str:
-        """Of a figure."""
-        return ", ".join(part for part in (what, self.label, at) if part)
-
     def figures(self, draw: "Draw") -> list[Figure]:
         """What ``draw`` makes of every temperature."""
         return [
-            Figure(self.title(at, what), chart)
+            Figure(", ".join(filter(None, (what, self.label, at))), chart)
             for at, rows in self.columns()
             for what, chart in draw(rows, self.longest)
         ]
@@ -130,12 +126,12 @@ def whiskers(name: str, found: AcceptanceStatistics | Bucket, colour: int) -> In
 
 def positions(rows: Sequence[Row], _: float) -> list[tuple[str, Chart]]:
     """Both acceptances of every slot."""
-    return [(name.capitalize(), _bars(rows, name)) for name in ("survival", "conditional")]
+    return [("Survival", _bars(rows, lambda a: a.survival)), ("Conditional", _bars(rows, lambda a: a.conditional))]
 
 
 def histograms(rows: Sequence[Row], _: float) -> list[tuple[str, Chart]]:
     """Shares of rounds with 0, 1, ... accepted drafts."""
-    return [("", _bars(rows, "histogram"))]
+    return [("", _bars(rows, lambda a: [n / a.num_rounds for n in a.histogram], "accepted drafts", 0.2))]
 
 
 def reliability(rows: Sequence[Row], _: float) -> list[tuple[str, Chart]]:
@@ -180,12 +176,10 @@ def num_looping(m: Measurement) -> int:
 
 def excerpt(pieces: Sequence[Piece]) -> str:
     """A text whose drafted and accepted pieces are marked."""
-    said = "".join(
-        f'<mark title="round {p.round_index}: drafted">{escape(p.text)}</mark>'
-        if p.is_drafted
-        else f'<span title="round {p.round_index}: the target">{escape(p.text)}</span>'
-        for p in pieces
-    )
+    said = ""
+    for p in pieces:
+        tag, author = ("mark", "drafted") if p.is_drafted else ("span", "the target")
+        said += f'<{tag} title="round {p.round_index}: {author}">{escape(p.text)}</{tag}>'
     return f"<pre>{said}</pre>"
 
 
@@ -238,18 +232,19 @@ def _flagged(count: int, rest: str) -> str:
     return f"<b>{count}{rest}</b>" if count else f"{count}{rest}"
 
 
-def _bars(rows: Sequence[Row], name: str) -> Chart:
-    """Shares of rounds by slot, or by the number of accepted drafts."""
-    drafted = [(row, a) for row in rows if (a := row.m.acceptance)]
-    is_histogram = name == "histogram"
-    bars = []
-    for row, a in drafted:
-        shares = [count / a.num_rounds for count in a.histogram] if is_histogram else getattr(a, name)
-        points = tuple((float(k), share) for k, share in enumerate(shares) if share is not None)
-        bars.append(Series(row.name, points, row.colour))
-    num_places = max((len(a.survival) for _, a in drafted), default=0) + (is_histogram and bool(drafted))
-    x_label, top = ("accepted drafts", 0.2) if is_histogram else ("slot", 1.0)
-    return bar_chart(bars, num_places, x_label, "share of rounds", top)
+def _bars(
+    rows: Sequence[Row],
+    shares: Callable[[AcceptanceStatistics], Sequence[float | None]],
+    x_label: str = "slot",
+    top: float = 1.0,
+) -> Chart:
+    """Shares of rounds of those that draft."""
+    drafted = [(row, shares(row.m.acceptance)) for row in rows if row.m.acceptance]
+    bars = [
+        Series(row.name, tuple((float(k), share) for k, share in enumerate(found) if share is not None), row.colour)
+        for row, found in drafted
+    ]
+    return bar_chart(bars, max((len(found) for _, found in drafted), default=0), x_label, "share of rounds", top)
 
 
 def _reliability(row: Row, overall: Calibration) -> Series:
