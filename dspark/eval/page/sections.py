@@ -59,6 +59,10 @@ class Row:
     m: Measurement
 
 
+Draw = Callable[[Sequence[Row], float], Sequence[tuple[str, Chart]]]
+"""Draws the contenders at one temperature: charts, each with its own part of the title; lengths go so far."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Contenders on one task, the numbers of their colours, how far axes of lengths go on the page, and the task's
@@ -73,22 +77,16 @@ class Group:
     def columns(self) -> Iterator[tuple[str, list[Row]]]:
         """Every temperature in words, and the contenders at it."""
         for index, first in enumerate(self.contenders[0].measurements):
-            yield (
-                f"T = {first.temperature:g}",
-                [Row(c.name, self.palette[c.name], c.measurements[index]) for c in self.contenders],
-            )
+            rows = [Row(c.name, self.palette[c.name], c.measurements[index]) for c in self.contenders]
+            yield f"T = {first.temperature:g}", rows
 
-    def figures(self, draw: "Draw") -> list[Figure]:
+    def figures(self, draw: Draw) -> list[Figure]:
         """What ``draw`` makes of every temperature."""
         return [
             Figure(", ".join(filter(None, (what, self.label, at))), chart)
             for at, rows in self.columns()
             for what, chart in draw(rows, self.longest)
         ]
-
-
-Draw = Callable[[Sequence[Row], float], Sequence[tuple[str, Chart]]]
-"""Draws the contenders at one temperature: charts, each with its own part of the title; lengths go so far."""
 
 
 def result_table(group: Group) -> str:
