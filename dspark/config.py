@@ -55,7 +55,8 @@ class DataSection(Section):
     """Where prompts come from and how the target answers them."""
 
     sources: tuple[str, ...]
-    """JSONL or parquet files, or hub names; each row has ``messages``, ``prompt`` or ``text``."""
+    """JSONL or parquet files, or hub names; each row has ``messages``, ``prompt`` or ``text``. Or one YAML file that
+    describes a mixture (``dspark.data.mixture``)."""
     split: str = "train"
     max_conversations: PositiveInt | None = None
     temperature: NonNegativeFloat = 1.0

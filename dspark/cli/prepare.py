@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from dspark.cli.identity import describe_origin
+from dspark.cli.mixing import prompt_sources
 from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
 from dspark.config import load_run
 from dspark.data.chat import ChatFormat, check_length, digest, encode_prompt
@@ -42,7 +43,7 @@ def prepare(
         check_length(conversation.place, len(ids_T) + run.data.max_response_tokens, run.record.max_tokens)
         return Prompt(conversation, ids_T)
 
-    conversations = read_conversations(run.data.sources, run.data.split, run.data.max_conversations)
+    conversations = read_conversations(prompt_sources(run), run.data.split, run.data.max_conversations)
     prompts = encode_each(conversations, encode, is_leaving_out=leave_out_unusable)
     prompts.sort(key=lambda prompt: len(prompt.ids_T), reverse=True)  # batches of one length; the longest run first
     header = ResponsesHeader(

@@ -39,7 +39,7 @@ def _progress(is_shown: bool = True) -> Progress:
 
 
 @contextmanager
-def count_progress(name: str, total: int) -> Iterator[Callable[..., None]]:
+def count_progress(name: str, total: int | None) -> Iterator[Callable[..., None]]:
     """Show ``name`` and a bar of ``total``; the function given advances it by its argument, or one. On stderr."""
     with _progress() as progress:
         task = progress.add_task(name, total=total)
