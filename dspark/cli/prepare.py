@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 
 from dspark.cli.identity import describe_origin
-from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
+from dspark.cli.terminal import DEFAULT_DEVICE, Device, answer_progress
 from dspark.config import load_run
 from dspark.data.chat import ChatFormat, check_length, digest, encode_prompt
 from dspark.data.conversations import Conversation, encode_each, read_conversations
-from dspark.data.responses import RESPONSES_FILE, Prompt, ResponsesHeader, write_responses
+from dspark.data.responses import RESPONSES_FILE, Prompt, ResponsesHeader, in_batches, write_responses
 from dspark.decode.generation import generate
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.files import claim
@@ -67,7 +67,8 @@ def prepare(
         return generate(target(), ids, sampling, uniforms)
 
     path = run.record.folder / RESPONSES_FILE
-    with claim(run.record.folder), count_progress("responses", len(prompts)) as on_row:
-        write_responses(answer, tokenizer, prompts, header, path, on_row)
+    with claim(run.record.folder), answer_progress(len(prompts)) as (on_rows, _):
+        ask = in_batches(answer, prompts, header.generation_batch_size)
+        write_responses(ask, tokenizer, prompts, header, path, on_rows)
     left_out = f", {header.num_left_out} prompts left out" if header.num_left_out else ""
     Console(soft_wrap=True).print(f"{len(prompts)} responses in {path}{left_out}", highlight=False, markup=False)
