@@ -1,6 +1,7 @@
 """The target's own responses: a journal in the order of their completion, then a JSONL file in that of the prompts."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from dspark.errors import RecordError
 from dspark.files import partial_of, put_in_place, write_whole
 
 RESPONSES_FILE = "responses.jsonl"
+_SYNC_SECONDS = 1.0
+"""A killed process loses no row that it kept; a machine without power loses those of so long at most."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Generate = Callable[[Sequence[torch.Tensor], int], list[torch.Tensor]]
@@ -134,9 +137,11 @@ def write_responses(
         return kinds
     offsets = _read_journal(journal, len(prompts), kinds)
     on_rows(len(offsets), 0)
+    synced = 0.0
     with open(journal, "ab") as file:
 
         def keep(answers: Mapping[int, Answer]) -> None:
+            nonlocal synced
             new = {number: answer for number, answer in answers.items() if number not in offsets}
             for number, answer in new.items():
                 row = _row(tokenizer, prompts[number], answer, header.stop_token_ids)
@@ -144,7 +149,9 @@ def write_responses(
                 file.write(f"{number} {row.model_dump_json(exclude_none=True)}\n".encode())
                 kinds.update(_kinds(row))
             file.flush()
-            os.fsync(file.fileno())
+            if time.monotonic() >= synced + _SYNC_SECONDS:
+                os.fsync(file.fileno())
+                synced = time.monotonic()
             on_rows(len(new), sum(len(answer.ids) for answer in new.values()))
 
         missing = [number for number in range(len(prompts)) if number not in offsets]
@@ -257,7 +264,9 @@ def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> dict[
         row, _, text = line.partition(b" ")
         kinds.update(_kinds(_parse(journal, number, text)))
         if not row.isdigit() or len(row) > 18 or int(row) >= num_prompts or int(row) in offsets:
-            raise RecordError(f"{journal}:{number}: {row!r:.40} is no row, or one that was there before; delete this line")
+            raise RecordError(
+                f"{journal}:{number}: {row!r:.40} is no row, or one that was there before; delete this line"
+            )
         offsets[int(row)] = end
         end += len(line)
     return offsets
