@@ -103,7 +103,7 @@ def say(content: bytes) -> Fault:
 
 def hang(handler: BaseHTTPRequestHandler, _: bytes) -> None:
     """Nothing comes for a while."""
-    time.sleep(0.6)
+    time.sleep(1.0)
     handler.close_connection = True
 
 
@@ -114,7 +114,7 @@ def drip(handler: BaseHTTPRequestHandler, content: bytes) -> None:
     handler.end_headers()
     for byte in content[:12]:
         handler.wfile.write(bytes([byte]))
-        time.sleep(0.05)
+        time.sleep(0.1)
     handler.close_connection = True
 
 

@@ -129,8 +129,8 @@ class EndpointAsker:
         client = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity"} | key,
             timeout=httpx.Timeout(None, connect=self.patience.connect_seconds),
-            # Servers close idle connections after some 5 s: ours are given up before, lest a request meet the close.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            # As many connections as workers; idle ones are given up before servers close them, after some 5 s.
+            limits=httpx.Limits(keepalive_expiry=2.0),
         )
 
         async def work(endpoint: _Endpoint) -> None:
