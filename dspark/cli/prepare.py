@@ -77,15 +77,20 @@ def prepare(
         uniforms = [row_uniforms(run.seed, first_row + row) for row in range(len(ids))]
         return generate(target(), ids, sampling, uniforms)
 
-    path = run.record.folder / RESPONSES_FILE
-    with claim(run.record.folder), answer_progress(len(prompts)) as (on_rows, failures):
+    path, failures = run.record.folder / RESPONSES_FILE, list[str]()
+    with claim(run.record.folder), answer_progress(len(prompts), failures) as on_rows:
+
+        def on_failure(reason: str) -> None:
+            failures.append(reason)
+            on_rows(0, 0)
+
         ask: Ask = in_batches(answer, prompts, header.generation_batch_size)
         if is_served:
             facts, jitter = target_facts(folder), random.Random(run.seed)
             patience = Patience(300 + run.data.max_response_tokens / 5)  # a queue, then five tokens a second
             ids = (facts.vocab_size, facts.eos_token_id)
             ask = EndpointAsker(
-                run.data, chat, prompts, header, *ids, patience, jitter, failures.append, api_key, leave_out_unusable
+                run.data, chat, prompts, header, *ids, patience, jitter, on_failure, api_key, leave_out_unusable
             )
         kinds = write_responses(ask, tokenizer, prompts, header, path, on_rows)
     notes = {

@@ -48,9 +48,11 @@ def count_progress(name: str, total: int) -> Iterator[Callable[..., None]]:
 
 
 @contextmanager
-def answer_progress(total: int) -> Iterator[tuple[Callable[[int, int], None], list[str]]]:
-    """The same for answers: the function takes rows and their new tokens, the list what failed; both are shown."""
-    start, num_tokens, failures = time.monotonic(), 0, list[str]()
+def answer_progress(total: int, failures: Sequence[str]) -> Iterator[Callable[[int, int], None]]:
+    """The same for answers: the function takes rows and their new tokens; the speed and how many tries failed stand
+    behind the name, and the last failure until there is another row.
+    """
+    start, num_tokens = time.monotonic(), 0
     with _progress() as progress:
         task = progress.add_task("responses", total=total)
 
@@ -58,10 +60,11 @@ def answer_progress(total: int) -> Iterator[tuple[Callable[[int, int], None], li
             nonlocal num_tokens
             num_tokens += num_new_tokens
             failed = f", {len(failures)} failed tries" if failures else ""
+            failed += f" ({failures[-1]:.60})" if failures and not num_rows else ""
             speed = num_tokens / (time.monotonic() - start)
             progress.update(task, advance=num_rows, description=f"responses: {speed:,.0f} tokens/s{failed}")
 
-        yield advance, failures
+        yield advance
 
 
 @contextmanager
