@@ -1,7 +1,6 @@
 """dspark prepare: the target's own answers, whole, the longest prompt first, resumable; bad prompts are refused."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,9 @@ def test_a_stopped_run_goes_on_to_the_same_bytes_and_a_finished_one_loads_no_tar
     config, path = write_prompts_run(tmp_path, *ROWS), tmp_path / "record" / "responses.jsonl"
     prepare(config)
     whole = path.read_bytes()
-    os.truncate(path, len(whole) * 2 // 3)
+    path.rename(path.with_suffix(".whole"))
+    lines = path.with_suffix(".whole").read_bytes().splitlines(keepends=True)
+    path.with_suffix(".journal").write_bytes(b"".join(b"%d %s" % pair for pair in enumerate(lines))[: len(whole) // 2])
     prepare(config)
     assert path.read_bytes() == whole
     monkeypatch.setattr(door, "load_target", None)
