@@ -13,6 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
 from dspark.cli.identity import describe_origin
+from dspark.cli.mixing import prompt_sources
 from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import ChatFormat, Encoded, check_length, digest, encode_conversation
@@ -81,7 +82,7 @@ def check_draft(run: RunConfig, facts: TargetFacts) -> None:
 
 def read_given(run: RunConfig, chat: ChatFormat, is_leaving_out: bool) -> list[Encoded]:
     """The conversations of data.sources with the answers they hold. Raises: PromptError."""
-    conversations = read_conversations(run.data.sources, run.data.split, run.data.max_conversations)
+    conversations = read_conversations(prompt_sources(run), run.data.split, run.data.max_conversations)
     encode = partial(_fitting, run.record.max_tokens)
     return encode_each(conversations, lambda row: encode(encode_conversation(chat, row)), is_leaving_out=is_leaving_out)
 

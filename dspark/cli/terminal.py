@@ -1,6 +1,7 @@
 """What the commands share with the terminal: the ``--device`` option, checked before anything is loaded, and bars."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -32,7 +33,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", callback=check
 
 
 @contextmanager
-def count_progress(name: str, total: int, is_shown: bool = True) -> Iterator[Callable[..., None]]:
+def count_progress(name: str, total: int | None, is_shown: bool = True) -> Iterator[Callable[..., None]]:
     """Show ``name`` and a bar of ``total`` on stderr; the function given advances it by its argument, or one, and sets
     what stands behind the name.
     """
@@ -45,13 +46,34 @@ def count_progress(name: str, total: int, is_shown: bool = True) -> Iterator[Cal
 
 
 @contextmanager
+def answer_progress(total: int, failures: Sequence[str]) -> Iterator[Callable[[int, int], None]]:
+    """The same for answers: the function takes rows and their new tokens; the speed and how many tries failed stand
+    behind the name, and the last failure until there is another row.
+    """
+    start, num_tokens = time.monotonic(), 0
+    with count_progress("responses", total) as advance:
+
+        def take(num_rows: int, num_new_tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += num_new_tokens
+            failed = f", {len(failures)} failed tries" if failures else ""
+            failed += f" ({failures[-1]:.60})" if failures and not num_rows else ""
+            speed = num_tokens / (time.monotonic() - start)
+            advance(num_rows, f": {speed:,.0f} tokens/s{failed}")
+
+        yield take
+
+
+@contextmanager
 def text_progress(name: str, total: int, is_shown: bool = True) -> Iterator[Callable[[DecodedText], None]]:
     """The same for texts, which the function given takes: the acceptance length so far stands behind the name."""
-    lengths: list[int] = []
+    num_tokens = num_rounds = 0
     with count_progress(name, total, is_shown) as advance:
 
         def take(text: DecodedText) -> None:
-            lengths.extend(counts.acceptance_length for counts in text.rounds)
-            advance(1, f": {sum(lengths) / len(lengths):.2f} tokens a round" if lengths else "")
+            nonlocal num_tokens, num_rounds
+            num_tokens += sum(counts.acceptance_length for counts in text.rounds)
+            num_rounds += len(text.rounds)
+            advance(1, f": {num_tokens / num_rounds:.2f} tokens a round" if num_rounds else "")
 
         yield take
