@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.checks import expect
 
@@ -24,14 +25,14 @@ class Exchange:
     """
 
     rank: int
-    peers_R: torch.Tensor
-    slots_SRPD: torch.Tensor
-    turns_P: torch.Tensor
-    errors_P: torch.Tensor
+    peers_R: Tensor
+    slots_SRPD: Tensor
+    turns_P: Tensor
+    errors_P: Tensor
     limit_seconds: float = 20.0
 
 
-def empty_slots(memory: torch.Tensor, num_ranks: int, num_rows: int, width: int) -> torch.Tensor:
+def empty_slots(memory: Tensor, num_ranks: int, num_rows: int, width: int) -> Tensor:
     """Empty flat memory of a rank as slots [3, num_ranks, num_rows, width]; all ranks do it, then meet, then call.
 
     The memory's dtype is what travels: float32, or the working dtype for half the bytes and one more rounding.
@@ -40,9 +41,9 @@ def empty_slots(memory: torch.Tensor, num_ranks: int, num_rows: int, width: int)
 
 
 def add_norm(
-    parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor,
-    eps: float, exchange: Exchange, *, is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float,
+    exchange: Exchange, *, is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``residual.add_norm`` with the parts of all ranks: the same bits on every rank. All ranks call with the same T.
 
     Shapes: as there, T = 1..P, on a GPU. The partial sums travel in the slots' dtype and are added in float32 in the
@@ -65,7 +66,7 @@ def add_norm(
     return kernel.add_norm(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps, exchange, is_chained=is_chained)
 
 
-def gather(values_TC: torch.Tensor, exchange: Exchange, *, is_chained: bool = False) -> torch.Tensor:
+def gather(values_TC: Tensor, exchange: Exchange, *, is_chained: bool = False) -> Tensor:
     """Every rank's values: int32 [R, T, C], the same on every rank. All ranks call with the same shape.
 
     Shapes: int32 [T, C] on a GPU, T = 1..P and C at most the slots' width, which must be float32; a view of other
@@ -81,7 +82,7 @@ def gather(values_TC: torch.Tensor, exchange: Exchange, *, is_chained: bool = Fa
     return kernel.gather(values_TC, exchange, is_chained=is_chained)
 
 
-def _expect_rows(name: str, tensor: torch.Tensor, exchange: Exchange) -> None:
+def _expect_rows(name: str, tensor: Tensor, exchange: Exchange) -> None:
     num_rows = len(exchange.turns_P)
     if not tensor.is_cuda or not 1 <= len(tensor) <= num_rows:
         raise ValueError(f"{name}: expected 1..{num_rows} rows on a GPU, found {len(tensor)} on {tensor.device}")

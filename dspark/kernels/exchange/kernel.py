@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.exchange import Exchange
@@ -182,9 +183,9 @@ def gather_kernel(
 
 
 def add_norm(
-    parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor,
-    eps: float, exchange: Exchange, *, phases: tuple[bool, bool] = (True, True), is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float,
+    exchange: Exchange, *, phases: tuple[bool, bool] = (True, True), is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``dspark.kernels.exchange.add_norm``. ``phases``: push, receive; apart when one process plays all ranks."""
     num_tokens, num_parts, width = parts_TKD.shape
     num_warps = warps_for(width)
@@ -198,8 +199,8 @@ def add_norm(
 
 
 def gather(
-    values_TC: torch.Tensor, exchange: Exchange, *, phases: tuple[bool, bool] = (True, True), is_chained: bool = False
-) -> torch.Tensor:
+    values_TC: Tensor, exchange: Exchange, *, phases: tuple[bool, bool] = (True, True), is_chained: bool = False
+) -> Tensor:
     """See ``dspark.kernels.exchange.gather``; values of int32. ``phases`` as in ``add_norm``."""
     num_tokens, num_columns = values_TC.shape
     _, num_ranks, num_rows, width = exchange.slots_SRPD.shape

@@ -1,6 +1,7 @@
 """The language head without its logits: every token's largest one, and what that says about a greedy draft."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.checks import expect, expect_window
 from dspark.kernels.head import reference
@@ -9,13 +10,8 @@ __all__ = ["accept", "greedy"]
 
 
 def greedy(
-    hidden_TD: torch.Tensor,
-    head_VD: torch.Tensor,
-    first_id: int,
-    counters: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_TD: Tensor, head_VD: Tensor, first_id: int, counters: Tensor, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor]:
     """Largest logit of T tokens over the V rows of this rank: best_T float32 and ids_T int64 (row plus ``first_id``).
 
     The logits are summed in float32 and not rounded. Of equal ones the smaller id; NaN counts as -inf; with nothing
@@ -36,13 +32,7 @@ def greedy(
     return kernel.greedy(hidden_TD, head_VD, first_id, counters, is_chained=is_chained)
 
 
-def accept(
-    ids_T: torch.Tensor,
-    best_RT: torch.Tensor,
-    best_ids_RT: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: bool = False) -> tuple[Tensor, Tensor]:
     """How many of a window's tokens are committed (count_1 int64, 1..T) and the token after them (next_id_1 int64).
 
     ids_T is the last token and T-1 drafts; best_RT and best_ids_RT are what R ranks' ``greedy`` gave. The target's

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.launch import signal, wait
@@ -133,9 +134,9 @@ def accept_kernel(
 
 
 def greedy(
-    hidden_TD: torch.Tensor, head_VD: torch.Tensor, first_id: int, counters: torch.Tensor, *,
-    is_chained: bool = False, tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    hidden_TD: Tensor, head_VD: Tensor, first_id: int, counters: Tensor, *, is_chained: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``reference.greedy``; ``tile`` overrides the table."""
     num_tokens, (vocab_size, width), device = hidden_TD.shape[0], head_VD.shape, hidden_TD.device
     tile = tile or tile_for(head_VD.element_size())
@@ -156,13 +157,7 @@ def greedy(
     return best_T, ids_T
 
 
-def accept(
-    ids_T: torch.Tensor,
-    best_RT: torch.Tensor,
-    best_ids_RT: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: bool = False) -> tuple[Tensor, Tensor]:
     """``reference.accept``."""
     num_ranks, num_tokens = best_RT.shape
     count_1, next_id_1 = torch.empty_like(ids_T[:1]), torch.empty_like(ids_T[:1])

@@ -1,6 +1,7 @@
 """Kimi Delta Attention: short convolution, decay, and the gated delta rule over one sequence or many."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.checks import expect, expect_window
 from dspark.kernels.kda import reference
@@ -20,9 +21,7 @@ __all__ = ["chunked", "commit", "gated_rms_norm", "history_after", "l2norm", "lo
 __all__ += ["short_conv", "state_after", "verify"]
 
 
-def verify(
-    prepared_TC: torch.Tensor, state_HEF: torch.Tensor, dtype: torch.dtype, *, is_chained: bool = False
-) -> torch.Tensor:
+def verify(prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype, *, is_chained: bool = False) -> Tensor:
     """The outputs of T = 1..16 further tokens of one sequence, from what ``prepare`` gives; changes nothing.
 
     Chained, the state is read before the predecessor has finished: it must not be what writes it (``commit``).
@@ -40,14 +39,9 @@ def verify(
 
 
 def commit(
-    projected_LTC: torch.Tensor,
-    prepared_LTC: torch.Tensor,
-    history_LWC: torch.Tensor,
-    state_LHEF: torch.Tensor,
-    count_1: torch.Tensor,
-    *,
+    projected_LTC: Tensor, prepared_LTC: Tensor, history_LWC: Tensor, state_LHEF: Tensor, count_1: Tensor, *,
     is_chained: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Bring the states and histories of L layers the first ``count_1`` of their T tokens on, in place, in one launch.
 
     Shapes: as ``prepare`` and ``verify`` take them, stacked over the layers; count_1 int64 on the tensors' device, 0..T
@@ -66,7 +60,7 @@ def commit(
     return kernel.commit(projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1, is_chained=is_chained)
 
 
-def _check(prepared: torch.Tensor, state: torch.Tensor, lead: tuple[int, ...]) -> None:
+def _check(prepared: Tensor, state: Tensor, lead: tuple[int, ...]) -> None:
     num_heads, width, num_tokens = state.shape[-3], state.shape[-1], prepared.shape[-2]
     expect_window("prepared", num_tokens)
     expect("state", state, (*lead, num_heads, width, width), torch.float32, torch.float64)

@@ -10,6 +10,7 @@ fusion is off: the bits depend neither on the kernel nor on T nor on the tiling.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.kda.rule import (
@@ -122,9 +123,9 @@ def _warps(most: int, width: int, columns: int) -> int:
 
 
 def verify(
-    prepared_TC: torch.Tensor, state_HEF: torch.Tensor, dtype: torch.dtype, *, is_chained: bool = False,
+    prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype, *, is_chained: bool = False,
     num_warps: int | None = None, columns: int = VERIFY_COLUMNS,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """``reference.verify``; a program owns num_warps * columns columns of a head."""
     num_tokens, (num_heads, width, _) = len(prepared_TC), state_HEF.shape
     warps = num_warps or _warps(VERIFY_WARPS if num_heads < 16 else 2 * VERIFY_WARPS, width, columns)
@@ -137,8 +138,8 @@ def verify(
 
 
 def commit(
-    projected_LTC: torch.Tensor, prepared_LTC: torch.Tensor, history_LWC: torch.Tensor, state_LHEF: torch.Tensor,
-    count_1: torch.Tensor, *, is_chained: bool = False, num_warps: int | None = None, columns: int = COMMIT_COLUMNS,
+    projected_LTC: Tensor, prepared_LTC: Tensor, history_LWC: Tensor, state_LHEF: Tensor, count_1: Tensor, *,
+    is_chained: bool = False, num_warps: int | None = None, columns: int = COMMIT_COLUMNS,
 ) -> None:  # fmt: skip
     """``reference.commit``; a program owns num_warps * columns columns of a head."""
     num_layers, num_heads, width, _ = state_LHEF.shape

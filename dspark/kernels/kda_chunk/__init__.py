@@ -1,6 +1,7 @@
 """Kimi Delta Attention over whole packed sequences, chunk by chunk: what reading a prompt takes."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.checks import expect
 from dspark.kernels.chunks import Chunks
@@ -10,17 +11,9 @@ __all__ = ["read"]
 
 
 def read(
-    projected_NC: torch.Tensor,
-    history_BWC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    norm_F: torch.Tensor,
-    state_BHEF: torch.Tensor,
-    lower_bound: float,
-    eps: float,
-    chunks: Chunks,
-) -> torch.Tensor:
+    projected_NC: Tensor, history_BWC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor, norm_F: Tensor,
+    state_BHEF: Tensor, lower_bound: float, eps: float, chunks: Chunks,
+) -> Tensor:  # fmt: skip
     """The normed and gated outputs of B packed sequences, which go on from their states; brings these on in place.
 
     Shapes: projected_NC rows [q | k | v | f | g | b] of widths HE, HE, HF, HE, HF, H (E = F), N the sum of the

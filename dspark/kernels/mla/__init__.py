@@ -6,6 +6,7 @@ the plain form of whole packed sequences.
 """
 
 import torch
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS
 from dspark.kernels.checks import expect
@@ -18,15 +19,9 @@ __all__ += ["finish"]
 
 
 def attend_packed(
-    q_NHE: torch.Tensor,
-    turned_NHR: torch.Tensor,
-    k_JHE: torch.Tensor,
-    turned_JR: torch.Tensor,
-    v_JHF: torch.Tensor,
-    gate_NH: torch.Tensor,
-    chunks: Chunks,
+    q_NHE: Tensor, turned_NHR: Tensor, k_JHE: Tensor, turned_JR: Tensor, v_JHF: Tensor, gate_NH: Tensor, chunks: Chunks,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention of B packed sequences, each head gated: a score is ``(q k + turned_q turned_k) scale``.
 
     Shapes: N rows of all sequences, cut into ``chunks`` (of ``PACKED_ROWS``, for a GPU); J = N keys, or for a single
@@ -56,16 +51,9 @@ def attend_packed(
 
 
 def absorb(
-    projected_TC: torch.Tensor,
-    norm_weight_C: torch.Tensor,
-    eps: float,
-    keys_HEC: torch.Tensor,
-    angles_JE2: torch.Tensor,
-    rows_JC: torch.Tensor,
-    length_1: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> torch.Tensor:
+    projected_TC: Tensor, norm_weight_C: Tensor, eps: float, keys_HEC: Tensor, angles_JE2: Tensor, rows_JC: Tensor,
+    length_1: Tensor, *, is_chained: bool = False,
+) -> Tensor:  # fmt: skip
     """Absorbed queries of T tokens; writes the tokens' cache rows at ``length .. length+T-1`` of rows_JC in place.
 
     Shapes: projected_TC rows ``q (heads of nope | rope) | kv_a (latent | rope) | ...``, what follows is not read;
@@ -98,15 +86,9 @@ def absorb(
 
 
 def attend(
-    q_THC: torch.Tensor,
-    rows_JC: torch.Tensor,
-    length_1: torch.Tensor,
-    value_width: int,
-    scale: float,
-    num_splits: int,
-    *,
+    q_THC: Tensor, rows_JC: Tensor, length_1: Tensor, value_width: int, scale: float, num_splits: int, *,
     is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of absorbed queries on the cached rows, in splits: token t sees the rows ``0 .. length+t``.
 
     The cache is cut into blocks of rows and split s reads the blocks s, s + num_splits, ...: a row's split depends on
@@ -134,13 +116,8 @@ def attend(
 
 
 def finish(
-    context_STHC: torch.Tensor,
-    lse_STH: torch.Tensor,
-    values_HFC: torch.Tensor,
-    gate_TH: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> torch.Tensor:
+    context_STHC: Tensor, lse_STH: Tensor, values_HFC: Tensor, gate_TH: Tensor, *, is_chained: bool = False
+) -> Tensor:
     """Merge the splits, expand the latent to values, and gate every head: the input of the output projection.
 
     Shapes: context and lse as ``attend`` gives them (every token sees a row in some split); values_HFC

@@ -15,6 +15,7 @@ those: a token's bits depend on neither.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.launch import prefetch_lines, signal, wait
@@ -276,15 +277,15 @@ def finish_kernel(
     tl.store(o + row * WIDTH + column_F, (o_F * opened).to(dtype), mask=column_F < WIDTH)
 
 
-def num_lines(rows_JC: torch.Tensor, count: int) -> int:
+def num_lines(rows_JC: Tensor, count: int) -> int:
     """How many lines of 128 bytes ``count`` rows take, as a power of two."""
     return int(triton.next_power_of_2(triton.cdiv(count * rows_JC.stride(0) * rows_JC.element_size(), 128)))
 
 
 def absorb(
-    projected_TC: torch.Tensor, norm_weight_C: torch.Tensor, eps: float, keys_HEC: torch.Tensor,
-    angles_JE2: torch.Tensor, rows_JC: torch.Tensor, length_1: torch.Tensor, *, is_chained: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    projected_TC: Tensor, norm_weight_C: Tensor, eps: float, keys_HEC: Tensor, angles_JE2: Tensor, rows_JC: Tensor,
+    length_1: Tensor, *, is_chained: bool = False,
+) -> Tensor:  # fmt: skip
     """See the package."""
     num_heads, nope, latent = keys_HEC.shape
     num_tokens, (num_rows, width) = len(projected_TC), rows_JC.shape
@@ -302,9 +303,9 @@ def absorb(
 
 
 def attend(
-    q_THC: torch.Tensor, rows_JC: torch.Tensor, length_1: torch.Tensor, value_width: int, scale: float,
-    num_splits: int, *, is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q_THC: Tensor, rows_JC: Tensor, length_1: Tensor, value_width: int, scale: float, num_splits: int, *,
+    is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See the package."""
     num_tokens, num_heads, width = q_THC.shape
     num_steps = triton.cdiv(triton.cdiv(len(rows_JC), BLOCK_ROWS), num_splits)
@@ -324,9 +325,8 @@ def attend(
 
 
 def finish(
-    context_STHC: torch.Tensor, lse_STH: torch.Tensor, values_HFC: torch.Tensor, gate_TH: torch.Tensor, *,
-    is_chained: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    context_STHC: Tensor, lse_STH: Tensor, values_HFC: Tensor, gate_TH: Tensor, *, is_chained: bool = False
+) -> Tensor:
     """See the package. 128 values a program: 72 at 9 tokens of 8 heads, each row merged once."""
     num_splits, num_tokens, num_heads, latent = context_STHC.shape
     width = values_HFC.shape[1]

@@ -10,6 +10,7 @@ Source: FlashAttention-2 (arXiv 2307.08691).
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.chunks import Chunks
@@ -92,9 +93,9 @@ def packed_kernel(
 
 
 def attend_packed(
-    q_NHE: torch.Tensor, turned_NHR: torch.Tensor, k_JHE: torch.Tensor, turned_JR: torch.Tensor, v_JHF: torch.Tensor,
-    gate_NH: torch.Tensor, chunks: Chunks, scale: float,
-) -> torch.Tensor:  # fmt: skip
+    q_NHE: Tensor, turned_NHR: Tensor, k_JHE: Tensor, turned_JR: Tensor, v_JHF: Tensor, gate_NH: Tensor, chunks: Chunks,
+    scale: float,
+) -> Tensor:  # fmt: skip
     """See ``dspark.kernels.mla.attend_packed``."""
     num_rows, heads, width = q_NHE.shape
     rope, value_width = turned_JR.shape[1], v_JHF.shape[2]

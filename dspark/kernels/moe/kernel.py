@@ -9,9 +9,9 @@ a token's result depends neither on T nor on its column. Two forms, one arithmet
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.router import Dispatch
@@ -142,9 +142,8 @@ def _unit_kernel(
 
 
 def up(
-    x_TD: torch.Tensor, gate_up_XCD: torch.Tensor, dispatch: Dispatch, limits_X: torch.Tensor, *,
-    is_chained: bool = False, **changes: Any,
-) -> torch.Tensor:  # fmt: skip
+    x_TD: Tensor, gate_up_XCD: Tensor, dispatch: Dispatch, limits_X: Tensor, *, is_chained: bool = False, **changes: Any
+) -> Tensor:
     """See the package. ``changes`` to UP."""
     act_MI = x_TD.new_empty(dispatch.weights_TJ.numel(), gate_up_XCD.shape[1] // 2)
     pairs_a_row = dispatch.weights_TJ.shape[1]
@@ -153,9 +152,7 @@ def up(
     return act_MI
 
 
-def down(
-    act_MI: torch.Tensor, down_XDI: torch.Tensor, dispatch: Dispatch, *, is_chained: bool = False, **changes: Any
-) -> torch.Tensor:
+def down(act_MI: Tensor, down_XDI: Tensor, dispatch: Dispatch, *, is_chained: bool = False, **changes: Any) -> Tensor:
     """See the package. ``changes`` to DOWN."""
     out_MD = act_MI.new_empty(act_MI.shape[0], down_XDI.shape[1])
     width, half = down_XDI.shape[2], DOWN_ONE if len(dispatch.weights_TJ) == 1 else DOWN_HALF
@@ -165,8 +162,8 @@ def down(
 
 
 def _launch(
-    inputs: torch.Tensor, weights: torch.Tensor, limits: torch.Tensor, dispatch: Dispatch, outputs: torch.Tensor,
-    halves: int, pairs_a_row: int, is_chained: bool, choice: dict[str, Any],
+    inputs: Tensor, weights: Tensor, limits: Tensor, dispatch: Dispatch, outputs: Tensor, halves: int, pairs_a_row: int,
+    is_chained: bool, choice: dict[str, Any],
 ) -> None:  # fmt: skip
     """Start the form of ``choice``."""
     (num_slots, _), (num_rows, width) = dispatch.pairs_PN.shape, (weights.shape[1] // halves, weights.shape[2])

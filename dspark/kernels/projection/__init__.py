@@ -1,6 +1,7 @@
 """Products of a step's 1..16 tokens with one weight, plain, behind the gated norm of linear attention or before it."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.checks import expect, expect_window
 from dspark.kernels.projection import reference
@@ -9,13 +10,8 @@ __all__ = ["project", "project_gated", "project_prepared"]
 
 
 def project(
-    x_TD: torch.Tensor,
-    weight_CD: torch.Tensor,
-    counters: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    is_chained: bool = False,
-) -> torch.Tensor:
+    x_TD: Tensor, weight_CD: Tensor, counters: Tensor, *, out_dtype: torch.dtype | None = None, is_chained: bool = False
+) -> Tensor:
     """``x W^T`` [T, C], summed in float32, in ``out_dtype`` (x's dtype or float32; default x's).
 
     Shapes: T in 1..16; both tensors in one dtype (the weight may also be float32), contiguous in the last dimension;
@@ -34,15 +30,9 @@ def project(
 
 
 def project_gated(
-    o_THF: torch.Tensor,
-    norm_weight_F: torch.Tensor,
-    gate_THF: torch.Tensor,
-    weight_CD: torch.Tensor,
-    eps: float,
-    counters: torch.Tensor,
-    *,
+    o_THF: Tensor, norm_weight_F: Tensor, gate_THF: Tensor, weight_CD: Tensor, eps: float, counters: Tensor, *,
     is_chained: bool = False,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """``project`` [T, C] of o after RMS norm over each head (weight of any float dtype) and the sigmoid of the gate.
 
     On a GPU the normed and gated value is rounded once, where the reference rounds each of its three steps.
@@ -63,18 +53,9 @@ def project_gated(
 
 
 def project_prepared(
-    x_TD: torch.Tensor,
-    weight_CD: torch.Tensor,
-    history_WC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    lower_bound: float,
-    counters: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor],
-    *,
-    is_chained: bool = False,
-) -> None:
+    x_TD: Tensor, weight_CD: Tensor, history_WC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor,
+    lower_bound: float, counters: Tensor, out: tuple[Tensor, Tensor], *, is_chained: bool = False,
+) -> None:  # fmt: skip
     """The in-projection of linear attention: ``project`` into out[0], and what ``kda.prepare`` makes of it into out[1].
 
     Chained, the history is read before the predecessor has finished: it must not be what writes it (``kda.commit``).
@@ -102,7 +83,7 @@ def project_prepared(
     )
 
 
-def _check(x_TD: torch.Tensor, weight_CD: torch.Tensor, counters: torch.Tensor) -> None:
+def _check(x_TD: Tensor, weight_CD: Tensor, counters: Tensor) -> None:
     (num_rows, num_columns), wide = weight_CD.shape, torch.promote_types(x_TD.dtype, torch.float32)
     expect_window("x_TD", len(x_TD))
     expect("x_TD", x_TD, (len(x_TD), num_columns), num_strided=1)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.kda.preparing import load_parameters, prepare
@@ -246,7 +247,7 @@ def shares(tile: Tile, num_columns: int) -> tuple[int, int]:
     return steps, triton.cdiv(num_columns, tile.held + steps * tile.columns)
 
 
-def chunks(weight_CD: torch.Tensor, rows: int, num_warps: int, num_columns: int) -> tuple[int, int]:
+def chunks(weight_CD: Tensor, rows: int, num_warps: int, num_columns: int) -> tuple[int, int]:
     """How ``num_columns`` columns of each of a program's rows are asked into L2: pieces, elements of one; or zeros.
 
     As many pieces as give every thread one, but of 256 bytes or more. The instruction wants multiples of 16 bytes.
@@ -261,18 +262,18 @@ def chunks(weight_CD: torch.Tensor, rows: int, num_warps: int, num_columns: int)
 
 
 def project(
-    x_TD: torch.Tensor, weight_CD: torch.Tensor, counters: torch.Tensor, *, out_dtype: torch.dtype | None = None,
+    x_TD: Tensor, weight_CD: Tensor, counters: Tensor, *, out_dtype: torch.dtype | None = None,
     is_chained: bool = False, tile: Tile | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """``reference.project``; ``tile`` overrides the table."""
     y_TC = x_TD.new_empty(len(x_TD), len(weight_CD), dtype=out_dtype)
     return _launch(x_TD, weight_CD, y_TC, counters, {}, is_chained, tile)
 
 
 def project_gated(
-    o_THF: torch.Tensor, norm_weight_F: torch.Tensor, gate_THF: torch.Tensor, weight_CD: torch.Tensor, eps: float,
-    counters: torch.Tensor, *, is_chained: bool = False, tile: Tile | None = None,
-) -> torch.Tensor:  # fmt: skip
+    o_THF: Tensor, norm_weight_F: Tensor, gate_THF: Tensor, weight_CD: Tensor, eps: float, counters: Tensor, *,
+    is_chained: bool = False, tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
     """``reference.project_gated``; ``tile`` overrides the table, its columns and held are multiples of the padded F."""
     width = o_THF.shape[2]
     gated = {
@@ -285,9 +286,9 @@ def project_gated(
 
 
 def project_prepared(
-    x_TD: torch.Tensor, weight_CD: torch.Tensor, history_WC: torch.Tensor, conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor, dt_bias_HE: torch.Tensor, lower_bound: float, counters: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor], *, is_chained: bool = False, tile: Tile | None = None,
+    x_TD: Tensor, weight_CD: Tensor, history_WC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor,
+    lower_bound: float, counters: Tensor, out: tuple[Tensor, Tensor], *, is_chained: bool = False,
+    tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """``reference.project_prepared``; ``tile`` overrides the table, and the ring where that fits."""
     if tile is None and not launch.is_interpreted() and ring.fits(x_TD, weight_CD):
@@ -302,9 +303,9 @@ def project_prepared(
 
 
 def _launch(
-    x: torch.Tensor, weight_CD: torch.Tensor, y_TC: torch.Tensor, counters: torch.Tensor, extras: dict[str, Any],
-    is_chained: bool, tile: Tile | None,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight_CD: Tensor, y_TC: Tensor, counters: Tensor, extras: dict[str, Any], is_chained: bool,
+    tile: Tile | None,
+) -> Tensor:  # fmt: skip
     """``extras``: the kernel's arguments of a gated or a prepared product, which are otherwise unused."""
     num_tokens, (num_rows, num_columns) = x.shape[0], weight_CD.shape
     unused = dict.fromkeys(("gate", "norm_weight", "prepared", "history", "conv", "a_log", "dt_bias"), x)

@@ -1,6 +1,7 @@
 """Reading memory and doing nothing else: the bandwidth that other kernels are compared with."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.reading import reference
 
@@ -8,7 +9,7 @@ TILINGS = tuple((block, programs) for block in (4096, 8192, 16384) for programs 
 """Integers of a block, and programs (2, 4, 8 a multiprocessor of an H200), to take the fastest of."""
 
 
-def read_sums(x_N: torch.Tensor, block: int, num_programs: int) -> torch.Tensor:
+def read_sums(x_N: Tensor, block: int, num_programs: int) -> Tensor:
     """Read every integer once; program p sums blocks p, p + P, p + 2P ... with int32 wrap-around.
 
     Shapes: x_N int32, contiguous, N a multiple of ``block``. Returns int32 [P].

@@ -1,6 +1,7 @@
 """The residual stream between two blocks: add what a block said, and normalise for the next."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.checks import expect
 from dspark.kernels.residual import reference
@@ -9,14 +10,9 @@ __all__ = ["add_norm", "embed_norm"]
 
 
 def add_norm(
-    parts_TKD: torch.Tensor,
-    weights_TK: torch.Tensor | None,
-    residual_TD: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    eps: float,
-    *,
+    parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, *,
     is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add the weighted sum of a token's parts to the residual stream; returns it and its RMS norm, both [T, D].
 
     Shapes: parts in the residual's dtype or float32, a block's K rows a token (K = 1 for attention); weights float32 or
@@ -41,13 +37,8 @@ def add_norm(
 
 
 def embed_norm(
-    ids_T: torch.Tensor,
-    embedding_VD: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    eps: float,
-    *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_T: Tensor, embedding_VD: Tensor, norm_weight_D: Tensor, eps: float, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor]:
     """Begin the residual stream: the embedding of every id and its RMS norm, both [T, D] in the embedding's dtype.
 
     Shapes: ids int64 in 0..V-1 (not checked: they lie on the device).

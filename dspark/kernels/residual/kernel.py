@@ -9,6 +9,7 @@ more rows than a window's, many small programs a multiprocessor do more than one
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.launch import signal, wait
@@ -84,9 +85,9 @@ def embed_norm_kernel(
 
 
 def add_norm(
-    parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor,
-    eps: float, *, is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, *,
+    is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``dspark.kernels.residual.add_norm``."""
     num_tokens, num_parts, width = parts_TKD.shape
     is_window = num_tokens <= MAX_TOKENS
@@ -102,9 +103,8 @@ def add_norm(
 
 
 def embed_norm(
-    ids_T: torch.Tensor, embedding_VD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ids_T: Tensor, embedding_VD: Tensor, norm_weight_D: Tensor, eps: float, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor]:
     """See ``dspark.kernels.residual.embed_norm``."""
     width = embedding_VD.shape[1]
     num_warps = warps_for(width)

@@ -1,6 +1,7 @@
 """The router of a mixture of experts: which experts every row visits, and for one step the list of visits."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS
 from dspark.kernels.checks import expect
@@ -10,7 +11,7 @@ from dspark.kernels.router.reference import Dispatch, Law, dense_dispatch, list_
 __all__ = ["Dispatch", "Law", "choose", "dense_dispatch", "dispatch", "list_pairs", "route"]
 
 
-def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits_NX: Tensor, bias_X: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """``reference.choose`` for any number of rows, from logits in float32 (or float64)."""
     if not logits_NX.is_cuda:
         return reference.choose(logits_NX, bias_X, law)
@@ -20,13 +21,7 @@ def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[tor
 
 
 def dispatch(
-    x_TD: torch.Tensor,
-    gate_XD: torch.Tensor,
-    bias_X: torch.Tensor,
-    law: Law,
-    counters: torch.Tensor,
-    *,
-    is_chained: bool = False,
+    x_TD: Tensor, gate_XD: Tensor, bias_X: Tensor, law: Law, counters: Tensor, *, is_chained: bool = False
 ) -> Dispatch:
     """``reference.dispatch`` in one launch.
 

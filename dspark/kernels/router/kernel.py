@@ -10,6 +10,7 @@ Where rows are many, each is chosen for in the registers of one warp.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.router.reference import Dispatch, Law
@@ -259,9 +260,8 @@ def _list(expert, bitmap, words, scores, weights, pairs, scaling, SLOTS, T, X, P
 
 
 def dispatch(
-    x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, law: Law, counters: torch.Tensor, *,
-    is_chained: bool = False,
-) -> Dispatch:  # fmt: skip
+    x_TD: Tensor, gate_XD: Tensor, bias_X: Tensor, law: Law, counters: Tensor, *, is_chained: bool = False
+) -> Dispatch:
     """See the package."""
     (num_tokens, width), num_experts = x_TD.shape, gate_XD.shape[0]
     num_groups, num_kept_groups, num_picks, scaling = law
@@ -320,7 +320,7 @@ def choose_kernel(
     tl.store(weights + row * (PICKS + 1) + PICKS, 1.0)
 
 
-def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits_NX: Tensor, bias_X: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """See the package."""
     num_rows, num_experts = logits_NX.shape
     num_groups, num_kept_groups, num_picks, scaling = law
