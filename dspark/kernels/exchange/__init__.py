@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import expect
+from dspark.kernels.checks import check
 
 __all__ = ["NUM_TURNS", "Exchange", "add_norm", "empty_slots", "gather"]
 
@@ -50,17 +50,12 @@ def add_norm(
     order of the ranks.
     Raises: ValueError for another shape or dtype, or another device.
     """
-    num_tokens, width = residual_TD.shape
-    num_parts = parts_TKD.shape[1] if parts_TKD.dim() == 3 else 1
-    dtype = residual_TD.dtype
+    dtype, sizes = residual_TD.dtype, {"S": NUM_TURNS, "R": len(exchange.peers_R), "P": len(exchange.turns_P)}
     _expect_rows("residual_TD", residual_TD, exchange)
-    expect("residual_TD", residual_TD, (num_tokens, width), dtype)
-    expect("parts_TKD", parts_TKD, (num_tokens, num_parts, width), dtype, torch.float32)
-    expect("norm_weight_D", norm_weight_D, (width,), dtype)
-    shape = (NUM_TURNS, len(exchange.peers_R), len(exchange.turns_P), width)
-    expect("slots_SRPD", exchange.slots_SRPD, shape, dtype, torch.float32)
-    if weights_TK is not None:
-        expect("weights_TK", weights_TK, (num_tokens, num_parts), torch.float32)
+    sizes = check(sizes, dtype, residual_TD=residual_TD, norm_weight_D=norm_weight_D)
+    sizes = check(sizes, dtype, torch.float32, parts_TKD=parts_TKD)
+    check(sizes, dtype, torch.float32, slots_SRPD=exchange.slots_SRPD)
+    check(sizes, torch.float32, weights_TK=weights_TK)
     from dspark.kernels.exchange import kernel  # Triton, which a CPU may lack
 
     return kernel.add_norm(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps, exchange, is_chained=is_chained)
@@ -74,9 +69,8 @@ def gather(values_TC: Tensor, exchange: Exchange, *, is_chained: bool = False) -
     Raises: ValueError for another shape or dtype, or another device.
     """
     _expect_rows("values_TC", values_TC, exchange)
-    num_columns = min(values_TC.shape[-1], exchange.slots_SRPD.shape[-1])
-    expect("values_TC", values_TC, (len(values_TC), num_columns), torch.int32)
-    expect("slots_SRPD", exchange.slots_SRPD, tuple(exchange.slots_SRPD.shape), torch.float32)
+    width = check({}, torch.float32, slots_SRPD=exchange.slots_SRPD)["D"]
+    check({"C": min(values_TC.shape[-1], width)}, torch.int32, values_TC=values_TC)
     from dspark.kernels.exchange import kernel
 
     return kernel.gather(values_TC, exchange, is_chained=is_chained)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import expect, expect_window
+from dspark.kernels.checks import check, check_counters, check_window
 from dspark.kernels.head import reference
 
 __all__ = ["accept", "greedy"]
@@ -20,11 +20,11 @@ def greedy(
     Shapes: T in 1..16; both tensors in one dtype (the head may also be float32), contiguous in the last dimension;
     counters one int32 number or more, zero before and after. Raises ValueError otherwise.
     """
-    expect_window("hidden_TD", len(hidden_TD))
+    check_window("hidden_TD", len(hidden_TD))
     dtype, wide = hidden_TD.dtype, torch.promote_types(hidden_TD.dtype, torch.float32)
-    expect("hidden_TD", hidden_TD, (len(hidden_TD), head_VD.shape[-1]), num_strided=1)
-    expect("head_VD", head_VD, (len(head_VD), head_VD.shape[-1]), dtype, wide, num_strided=1)
-    expect("counters", counters, (max(1, counters.numel()),), torch.int32)
+    sizes = check({}, dtype, num_strided=1, hidden_TD=hidden_TD)
+    check(sizes, dtype, wide, num_strided=1, head_VD=head_VD)
+    check_counters(counters)
     if not hidden_TD.is_cuda:
         return reference.greedy(hidden_TD, head_VD, first_id)
     from dspark.kernels.head import kernel
@@ -42,10 +42,9 @@ def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: b
     Shapes: ids int64, T in 1..16; best_RT float32 and best_ids_RT int64 [R, T], contiguous.
     Raises ValueError otherwise.
     """
-    expect_window("ids_T", len(ids_T))
-    expect("ids_T", ids_T, (len(ids_T),), torch.int64)
-    expect("best_RT", best_RT, (len(best_RT), len(ids_T)), torch.float32)
-    expect("best_ids_RT", best_ids_RT, (len(best_RT), len(ids_T)), torch.int64)
+    check_window("ids_T", len(ids_T))
+    sizes = check({}, torch.int64, ids_T=ids_T, best_ids_RT=best_ids_RT)
+    check(sizes, torch.float32, best_RT=best_RT)
     if not ids_T.is_cuda:
         return reference.accept(ids_T, best_RT, best_ids_RT)
     from dspark.kernels.head import kernel

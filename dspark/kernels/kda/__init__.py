@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import expect, expect_window
+from dspark.kernels.checks import check, check_window
 from dspark.kernels.kda import reference
 from dspark.kernels.kda.reference import (
     chunked,
@@ -30,7 +30,10 @@ def verify(prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype, *, is_cha
     and state_HEF, both in float32 (float64 on the CPU), contiguous. Returns: o_THF in ``dtype``.
     Raises: ValueError on a shape, dtype or stride that does not fit.
     """
-    _check(prepared_TC, state_HEF, ())
+    check_window("prepared_TC", len(prepared_TC))
+    num_heads, _, width = state_HEF.shape
+    sizes = {"E": width, "C": num_heads * (5 * width + 1)}
+    check(sizes, torch.float32, torch.float64, state_HEF=state_HEF, prepared_TC=prepared_TC)
     if not prepared_TC.is_cuda:
         return reference.verify(prepared_TC, state_HEF, dtype)
     from dspark.kernels.kda import kernel  # Triton, which a CPU may lack
@@ -47,21 +50,15 @@ def commit(
     Shapes: as ``prepare`` and ``verify`` take them, stacked over the layers; count_1 int64 on the tensors' device, 0..T
     (0 changes nothing). Chained: as ``verify``. Raises: ValueError as ``verify``.
     """
-    _check(prepared_LTC, state_LHEF, state_LHEF.shape[:1])
-    num_layers, num_heads, width, _ = state_LHEF.shape
-    history_shape = (num_layers, history_LWC.shape[1], 3 * num_heads * width)
-    expect("count_1", count_1, (1,), torch.int64)
-    expect("projected_LTC", projected_LTC, tuple(prepared_LTC.shape), history_LWC.dtype, num_strided=2)
-    expect("history_LWC", history_LWC, history_shape, history_LWC.dtype)
+    check_window("prepared_LTC", prepared_LTC.shape[1])
+    num_layers, num_heads, _, width = state_LHEF.shape
+    sizes = {"L": num_layers, "E": width, "C": num_heads * (5 * width + 1)}
+    sizes = check(sizes, torch.float32, torch.float64, state_LHEF=state_LHEF, prepared_LTC=prepared_LTC)
+    check(sizes, history_LWC.dtype, num_strided=2, projected_LTC=projected_LTC)
+    check({"L": num_layers, "C": 3 * num_heads * width}, history_LWC=history_LWC)
+    check({}, torch.int64, count_1=count_1)
     if not prepared_LTC.is_cuda:
         return reference.commit(projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1)
     from dspark.kernels.kda import kernel  # Triton, which a CPU may lack
 
     return kernel.commit(projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1, is_chained=is_chained)
-
-
-def _check(prepared: Tensor, state: Tensor, lead: tuple[int, ...]) -> None:
-    num_heads, width, num_tokens = state.shape[-3], state.shape[-1], prepared.shape[-2]
-    expect_window("prepared", num_tokens)
-    expect("state", state, (*lead, num_heads, width, width), torch.float32, torch.float64)
-    expect("prepared", prepared, (*lead, num_tokens, num_heads * (5 * width + 1)), state.dtype)

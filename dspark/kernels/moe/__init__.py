@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dspark.kernels.checks import expect
+from dspark.kernels.checks import check
 from dspark.kernels.moe import reference
 from dspark.kernels.moe.reference import sort_by_expert, swiglu
 from dspark.kernels.router import Dispatch
@@ -46,11 +46,10 @@ def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor
 
     Shapes: as in ``up`` and ``down``, x and both matrices of one dtype; N * J below 2**31. Raises ValueError otherwise.
     """
-    num_rows, num_inner, width = gate_up_XCD.shape
-    expect("x_ND", x_ND, (len(ids_NJ), width), gate_up_XCD.dtype)
-    expect("gate_up_XCD", gate_up_XCD, (num_rows, num_inner // 2 * 2, width))
-    expect("down_XDI", down_XDI, (num_rows, width, num_inner // 2), x_ND.dtype)
-    expect("limits_X", limits_X, (num_rows,))
+    inner = gate_up_XCD.shape[1] // 2
+    sizes = {"N": len(ids_NJ), "C": 2 * inner, "I": inner}
+    sizes = check(sizes, x_ND.dtype, gate_up_XCD=gate_up_XCD, x_ND=x_ND, down_XDI=down_XDI)
+    check(sizes, limits_X=limits_X)
     if ids_NJ.numel() >= 1 << 31:
         raise ValueError(f"ids_NJ: expected fewer than 2**31, found {ids_NJ.numel()}")
     if not x_ND.is_cuda:
@@ -65,10 +64,9 @@ def up(x_TD: Tensor, gate_up_XCD: Tensor, dispatch: Dispatch, limits_X: Tensor, 
 
     Raises ValueError for other shapes or dtypes.
     """
-    num_rows, num_inner, width = gate_up_XCD.shape
-    expect("x_TD", x_TD, (len(dispatch.weights_TJ), width), gate_up_XCD.dtype)
-    expect("gate_up_XCD", gate_up_XCD, (num_rows, num_inner // 2 * 2, width))
-    expect("limits_X", limits_X, (num_rows,), torch.float32)
+    sizes = {"T": len(dispatch.weights_TJ), "C": gate_up_XCD.shape[1] // 2 * 2}
+    sizes = check(sizes, x_TD.dtype, gate_up_XCD=gate_up_XCD, x_TD=x_TD)
+    check(sizes, torch.float32, limits_X=limits_X)
     if not x_TD.is_cuda:
         return reference.up(x_TD, gate_up_XCD, dispatch, limits_X)
     from dspark.kernels.moe import kernel  # Triton, which a CPU may lack
@@ -82,8 +80,7 @@ def down(act_MI: Tensor, down_XDI: Tensor, dispatch: Dispatch, *, is_chained: bo
     In a chain it reads the dispatch and its weights before ``wait``: the dispatch must be older than the predecessor
     (which is ``up``). Raises ValueError for other shapes or dtypes.
     """
-    expect("act_MI", act_MI, (dispatch.weights_TJ.numel(), down_XDI.shape[2]), down_XDI.dtype)
-    expect("down_XDI", down_XDI, down_XDI.shape)
+    check({"M": dispatch.weights_TJ.numel()}, down_XDI.dtype, down_XDI=down_XDI, act_MI=act_MI)
     if not act_MI.is_cuda:
         return reference.down(act_MI, down_XDI, dispatch)
     from dspark.kernels.moe import kernel

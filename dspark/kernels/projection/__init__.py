@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import expect, expect_window
+from dspark.kernels.checks import check, check_counters, check_window
 from dspark.kernels.projection import reference
 
 __all__ = ["project", "project_gated", "project_prepared"]
@@ -40,10 +40,8 @@ def project_gated(
     Shapes: D = H * F; gate_THF may be a strided view, contiguous in F; the rest as in ``project``.
     Raises ValueError on a wrong shape or dtype.
     """
-    num_tokens, heads, width = o_THF.shape
-    expect("o_THF", o_THF, (num_tokens, heads, width), weight_CD.dtype, num_strided=2)
-    expect("gate_THF", gate_THF, (num_tokens, heads, width), weight_CD.dtype, num_strided=2)
-    expect("norm_weight_F", norm_weight_F, (width,), norm_weight_F.dtype)
+    sizes = check({}, weight_CD.dtype, num_strided=2, o_THF=o_THF, gate_THF=gate_THF)
+    check(sizes, norm_weight_F=norm_weight_F)
     _check(o_THF.flatten(1), weight_CD, counters)
     if not o_THF.is_cuda:
         return reference.project_gated(o_THF, norm_weight_F, gate_THF, weight_CD, eps)
@@ -64,16 +62,15 @@ def project_prepared(
     and the weight contiguous. Raises ValueError on a wrong shape or dtype.
     """
     _check(x_TD, weight_CD, counters)
-    (num_heads, width), num_taps = dt_bias_HE.shape, conv_CJ.shape[1]
-    inner, wide = num_heads * width, torch.promote_types(x_TD.dtype, torch.float32)
-    shape = (len(x_TD), 5 * inner + num_heads)
-    expect("weight_CD", weight_CD, (shape[1], x_TD.shape[1]), x_TD.dtype, num_strided=1)
-    expect("history_WC", history_WC, (num_taps - 1, 3 * inner), x_TD.dtype)
-    expect("conv_CJ", conv_CJ, (3 * inner, num_taps), x_TD.dtype)
-    expect("a_log_H", a_log_H, (num_heads,), wide)
-    expect("dt_bias_HE", dt_bias_HE, (num_heads, width), wide)
-    expect("out[0]", out[0], shape, x_TD.dtype)
-    expect("out[1]", out[1], shape, wide)
+    (num_heads, width), dtype = dt_bias_HE.shape, x_TD.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    check({}, wide, dt_bias_HE=dt_bias_HE, a_log_H=a_log_H)
+    mixed = {"C": 3 * num_heads * width, "W": conv_CJ.shape[1] - 1}
+    check(mixed, dtype, history_WC=history_WC, conv_CJ=conv_CJ)
+    sizes = {"T": len(x_TD), "C": num_heads * (5 * width + 1)}
+    check(sizes, dtype, num_strided=1, weight_CD=weight_CD)
+    check(sizes, dtype, projected_TC=out[0])
+    check(sizes, wide, prepared_TC=out[1])
     if not x_TD.is_cuda:
         return reference.project_prepared(x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out)
     from dspark.kernels.projection import kernel
@@ -84,8 +81,8 @@ def project_prepared(
 
 
 def _check(x_TD: Tensor, weight_CD: Tensor, counters: Tensor) -> None:
-    (num_rows, num_columns), wide = weight_CD.shape, torch.promote_types(x_TD.dtype, torch.float32)
-    expect_window("x_TD", len(x_TD))
-    expect("x_TD", x_TD, (len(x_TD), num_columns), num_strided=1)
-    expect("weight_CD", weight_CD, (num_rows, num_columns), x_TD.dtype, wide, num_strided=1)
-    expect("counters", counters, (max(-(-num_rows // 16), counters.numel()),), torch.int32)
+    dtype, wide = x_TD.dtype, torch.promote_types(x_TD.dtype, torch.float32)
+    check_window("x_TD", len(x_TD))
+    sizes = check({}, dtype, num_strided=1, x_TD=x_TD)
+    sizes = check(sizes, dtype, wide, num_strided=1, weight_CD=weight_CD)
+    check_counters(counters, -(-sizes["C"] // 16))
