@@ -200,7 +200,7 @@ def read(
     """See the package. float32, whose products are exact (Triton 3.6 leaves its shared memory in "tf32x3"), spills: it
     is there for tests and small models."""
     batch, heads, width, _ = state_BHEF.shape
-    padded, size, num_chunks = max(16, triton.next_power_of_2(width)), chunks.chunk_tokens, len(chunks.chunks_M4)
+    padded, size, num_chunks = launch.padded(width), chunks.chunk_tokens, len(chunks.chunks_M4)
     stored, precision, warps, num_stages = torch.bfloat16, "tf32", (PREPARE_WARPS, SCAN_WARPS, 4), SCAN_STAGES
     if projected_NC.dtype == torch.float32:  # tiles twice as large: no room to load ahead
         stored, precision, warps, num_stages = torch.float32, "ieee", (16, 8, 8), 1

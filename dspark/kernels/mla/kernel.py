@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
-from dspark.kernels.launch import prefetch_lines, signal, wait
 from dspark.kernels.mla.reference import BLOCK_ROWS
 
 COLUMNS, AHEAD = 32, 64
@@ -47,7 +46,7 @@ def prefetch_block(
     """Ask a block's rows before ``end`` into L2."""
     BYTES: tl.constexpr = STRIDE * rows.dtype.element_ty.primitive_bitwidth // 8
     first = tl.cast(block, tl.int64) * BLOCK
-    prefetch_lines(rows, first * BYTES // 128, tl.minimum(first + BLOCK, end) * BYTES, LINES, IS_CHAINED)
+    launch.prefetch_lines(rows, first * BYTES // 128, tl.minimum(first + BLOCK, end) * BYTES, LINES, IS_CHAINED)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -66,8 +65,7 @@ def absorb_kernel(
         pair_E = tl.arange(0, PAIRS_PAD)
         head_H = tl.arange(0, HEADS_PAD)[:, None]
         weight_C = tl.load(norm_weight + place_C, mask=place_C < LATENT, other=0.0).to(tl.float32)
-        wait(IS_CHAINED)
-        signal(IS_CHAINED)
+        launch.follow(IS_CHAINED)
         source = projected + token * PROJECTED_STRIDE
         key = source + HEADS * (NOPE + ROPE)
         latent_C = tl.load(key + place_C, mask=place_C < LATENT, other=0.0).to(tl.float32)
@@ -103,8 +101,7 @@ def absorb_kernel(
         is_key_EC = (place_E < NOPE)[:, None] & (column_C < LATENT)[None, :]
         keys_EC = keys + head * KEYS_STRIDE + place_E[:, None] * LATENT + column_C[None, :]
         keys_EC = tl.load(keys_EC, mask=is_key_EC, other=0.0)
-        wait(IS_CHAINED)
-        signal(IS_CHAINED)
+        launch.follow(IS_CHAINED)
         prefetch_block(rows, program, tl.minimum(tl.load(length), num_rows), ROWS_STRIDE, AHEAD, LINES, IS_CHAINED)
         is_token_T = token_T < num_tokens
         q_TE = projected + token_T[:, None] * PROJECTED_STRIDE + head * (NOPE + ROPE) + place_E[None, :]
@@ -152,9 +149,7 @@ def queries(
 
 
 @triton.jit
-def fold(
-    latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT: tl.constexpr
-):  # fmt: skip
+def fold(latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT: tl.constexpr):
     """Cached rows J join the softmax of query rows N, of which each sees the rows up to its end."""
     scores_JN = tl.dot(latent_JC.to(DOT), tl.trans(q_NC.to(DOT)), input_precision="ieee")
     scores_JN = tl.dot(rope_JE.to(DOT), tl.trans(q_NE.to(DOT)), scores_JN, input_precision="ieee")
@@ -164,9 +159,7 @@ def fold(
     fade_N = tl.exp2(max_N - base_N)
     p_JN = tl.exp2(scores_JN - base_N[None, :])
     sum_N = sum_N * fade_N + tl.sum(p_JN, 0)
-    context_CN = tl.dot(
-        tl.trans(latent_JC.to(DOT)), p_JN.to(DOT), context_CN * fade_N[None, :], input_precision="ieee"
-    )  # fmt: skip
+    context_CN = tl.dot(tl.trans(latent_JC.to(DOT)), p_JN.to(DOT), context_CN * fade_N[None, :], input_precision="ieee")
     return new_max_N, sum_N, context_CN
 
 
@@ -203,8 +196,7 @@ def attend_kernel(
     )  # fmt: skip
     if IS_LONG:
         prefetch_block(rows, split + HELD * num_splits, written, ROWS_STRIDE, BLOCK, LINES, IS_CHAINED)
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, count)
     limit = tl.minimum(committed + (end - 1) // HEADS + 1, num_rows)
@@ -245,13 +237,9 @@ def finish_kernel(
     dtype: tl.constexpr = o.dtype.element_ty
     column_F = tile * COLUMNS + tl.arange(0, COLUMNS)
     place_C = tl.arange(0, LATENT_PAD)
-    values_FC = tl.load(
-        values + head * VALUES_STRIDE + column_F[:, None] * LATENT + place_C[None, :],
-        mask=(column_F < WIDTH)[:, None] & (place_C < LATENT)[None, :],
-        other=0.0,
-    )
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    at_FC = values + head * VALUES_STRIDE + column_F[:, None] * LATENT + place_C[None, :]
+    values_FC = tl.load(at_FC, mask=(column_F < WIDTH)[:, None] & (place_C < LATENT)[None, :], other=0.0)
+    launch.follow(IS_CHAINED)
     opening = tl.load(gate + token * GATE_STRIDE + head).to(tl.float32)
     lse_G, parts_GC = (), ()  # all loads before the first number is needed
     for first in tl.static_range(0, SPLITS, GROUP):
@@ -290,11 +278,11 @@ def absorb(
     num_heads, nope, latent = keys_HEC.shape
     num_tokens, (num_rows, width) = len(projected_TC), rows_JC.shape
     q_THC = projected_TC.new_empty(num_tokens, num_heads, width)
-    columns = min(COLUMNS, max(16, triton.next_power_of_2(latent)))
+    columns = min(COLUMNS, launch.padded(latent))
     absorb_kernel[(num_tokens + num_heads * triton.cdiv(latent, columns),)](
         projected_TC, norm_weight_C, keys_HEC, angles_JE2, rows_JC, length_1, q_THC, eps, num_tokens, num_rows,
         projected_TC.stride(0), keys_HEC.stride(0), rows_JC.stride(0), HEADS=num_heads, NOPE=nope, ROPE=width - latent,
-        LATENT=latent, NOPE_PAD=max(16, triton.next_power_of_2(nope)), HEADS_PAD=triton.next_power_of_2(num_heads),
+        LATENT=latent, NOPE_PAD=launch.padded(nope), HEADS_PAD=triton.next_power_of_2(num_heads),
         PAIRS_PAD=triton.next_power_of_2((width - latent) // 2), LATENT_PAD=triton.next_power_of_2(latent),
         COLUMNS=columns, TOKENS=MAX_TOKENS, AHEAD=AHEAD, LINES=num_lines(rows_JC, AHEAD),
         DOT=launch.dot_dtype(projected_TC.dtype), num_warps=4, **launch.options(is_chained),
@@ -316,8 +304,8 @@ def attend(
     attend_kernel[(num_splits, num_tiles)](
         q_THC, rows_JC, length_1, context_STHC, lse_STH, scale * 1.4426950408889634, num_tokens, len(rows_JC),
         num_splits, triton.cdiv(num_tokens * num_heads, num_tiles), ROWS_STRIDE=rows_JC.stride(0), HEADS=num_heads,
-        VALUE=value_width, ROPE=width - value_width, VALUE_PAD=max(16, triton.next_power_of_2(value_width)),
-        ROPE_PAD=max(16, triton.next_power_of_2(width - value_width)), TILE=tile, BLOCK=BLOCK_ROWS, HELD=held,
+        VALUE=value_width, ROPE=width - value_width, VALUE_PAD=launch.padded(value_width),
+        ROPE_PAD=launch.padded(width - value_width), TILE=tile, BLOCK=BLOCK_ROWS, HELD=held,
         LINES=num_lines(rows_JC, BLOCK_ROWS), IS_LONG=num_steps > held, DOT=launch.dot_dtype(q_THC.dtype), num_warps=8,
         num_stages=num_stages, **launch.options(is_chained),
     )  # fmt: skip

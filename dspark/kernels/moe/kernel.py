@@ -115,8 +115,7 @@ def _unit_kernel(
         BYTES: tl.constexpr = MATRIX * inputs.dtype.element_ty.primitive_bitwidth // 8
         last = weights + last_expert.to(tl.int64) * MATRIX
         launch.prefetch_lines(last, tl.program_id(0) * LINES, BYTES, LINES, IS_CHAINED)
-        launch.wait(IS_CHAINED)
-        launch.signal(IS_CHAINED)
+        launch.follow(IS_CHAINED)
     expert = tl.load(experts + slot, cache_modifier=".cg")
     if expert < 0:
         return
@@ -126,8 +125,7 @@ def _unit_kernel(
         tiles = ()
         for chunk in tl.static_range(CHUNKS):
             tiles += (_weight_tile(weights, expert, tile, chunk * BLOCK_K, HALVES, R, K, BLOCK_R, BLOCK_K),)
-        launch.wait(IS_CHAINED)
-        launch.signal(IS_CHAINED)
+        launch.follow(IS_CHAINED)
         x_tiles = ()
         for chunk in tl.static_range(CHUNKS):
             x_tiles += (_input_tile(inputs, pair, chunk * BLOCK_K, PAIRS_A_ROW, K, BLOCK_K).to(DOT),)
