@@ -97,19 +97,16 @@ def chunked(
     """
     num_tokens = q_BTHE.shape[1]
     size = min(CHUNK_TOKENS, num_tokens)
-    q, k, v, decay, beta = (  # [B, H, chunks, size, width]
-        _split(x, size)
-        for x in (q_BTHE * q_BTHE.shape[-1] ** -0.5, k_BTHE, v_BTHF, log_decay_BTHE, beta_BTH[..., None])
-    )
+    inputs = (q_BTHE * q_BTHE.shape[-1] ** -0.5, k_BTHE, v_BTHF, log_decay_BTHE, beta_BTH[..., None])
+    q, k, v, decay, beta = (_split(x, size) for x in inputs)  # [B, H, chunks, size, width]
     total = decay.cumsum(3)
     centred = total - total[:, :, :, size // 2, None]
     rise, fall, kept = centred.exp(), (-centred).exp(), total.exp()
     k_out = (k * fall).transpose(-1, -2)
     interactions = beta * (k * rise @ k_out).tril(-1)
     attention = (q * rise @ k_out).tril()
-    solved = torch.linalg.solve_triangular(
-        interactions, beta * torch.cat((v, k * kept), -1), upper=False, unitriangular=True
-    )
+    known = beta * torch.cat((v, k * kept), -1)
+    solved = torch.linalg.solve_triangular(interactions, known, upper=False, unitriangular=True)
     wanted, seen = solved.split((v.shape[-1], k.shape[-1]), -1)
     tail = (k * (total[:, :, :, -1:] - total).exp()).transpose(-1, -2)
     kept_whole = kept[:, :, :, -1].unsqueeze(-1)

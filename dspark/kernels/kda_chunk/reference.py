@@ -14,10 +14,9 @@ def read(
     """``kda.chunked`` and ``kda.gated_rms_norm`` over one sequence after the other, in the state's dtype."""
     heads, width = dt_bias_HE.shape
     outputs = []
-    for projected_TC, history_WC, state_HEF in zip(
-        projected_NC.split(chunks.lengths), history_BWC, state_BHEF, strict=True
-    ):
-        sizes = (len(conv_CJ), heads * width, heads * width, heads)
+    sizes = (len(conv_CJ), heads * width, heads * width, heads)
+    sequences = zip(projected_NC.split(chunks.lengths), history_BWC, state_BHEF, strict=True)
+    for projected_TC, history_WC, state_HEF in sequences:
         inputs_TC, f_TC, g_TC, b_TH = projected_TC.to(state_HEF.dtype).split(sizes, 1)
         window_BWC = torch.cat((history_WC.to(state_HEF.dtype), inputs_TC))[None]
         q, k, v = kda.short_conv(window_BWC, conv_CJ).unflatten(-1, (3, heads, width)).unbind(2)

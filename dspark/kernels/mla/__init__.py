@@ -31,9 +31,7 @@ def attend_packed(
     num_rows, num_keys = len(q_NHE), len(k_JHE)
     if sum(chunks.lengths) != num_rows or num_keys < num_rows or (num_keys > num_rows and len(chunks.lengths) > 1):
         found = f"{num_rows} rows, {num_keys} keys and sequences of {list(chunks.lengths)}"
-        raise ValueError(
-            f"expected as many rows and keys as the sequences have (one may have more keys), found {found}"
-        )
+        raise ValueError(f"expected as many rows and keys as the sequences have (one: more keys, too), found {found}")
     sizes = check({}, q_NHE.dtype, num_strided=2, q_NHE=q_NHE)
     sizes = check(sizes, q_NHE.dtype, k_JHE=k_JHE, v_JHF=v_JHF)
     check(sizes, q_NHE.dtype, num_strided=1, turned_NHR=turned_NHR, turned_JR=turned_JR, gate_NH=gate_NH)

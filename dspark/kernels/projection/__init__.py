@@ -6,8 +6,6 @@ from torch import Tensor
 from dspark.kernels.checks import check, check_counters, check_window
 from dspark.kernels.projection import reference
 
-__all__ = ["project", "project_gated", "project_prepared"]
-
 
 def project(
     x_TD: Tensor, weight_CD: Tensor, counters: Tensor, *, out_dtype: torch.dtype | None = None, is_chained: bool = False
@@ -71,13 +69,12 @@ def project_prepared(
     check(sizes, dtype, num_strided=1, weight_CD=weight_CD)
     check(sizes, dtype, projected_TC=out[0])
     check(sizes, wide, prepared_TC=out[1])
+    inputs = (x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound)
     if not x_TD.is_cuda:
-        return reference.project_prepared(x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out)
+        return reference.project_prepared(*inputs, out)
     from dspark.kernels.projection import kernel
 
-    kernel.project_prepared(
-        x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, counters, out, is_chained=is_chained
-    )
+    kernel.project_prepared(*inputs, counters, out, is_chained=is_chained)
 
 
 def _check(x_TD: Tensor, weight_CD: Tensor, counters: Tensor) -> None:

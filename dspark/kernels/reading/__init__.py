@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dspark.kernels.checks import check
 from dspark.kernels.reading import reference
 
 TILINGS = tuple((block, programs) for block in (4096, 8192, 16384) for programs in (264, 528, 1056))
@@ -15,8 +16,7 @@ def read_sums(x_N: Tensor, block: int, num_programs: int) -> Tensor:
     Shapes: x_N int32, contiguous, N a multiple of ``block``. Returns int32 [P].
     Raises: ValueError for another dtype or length.
     """
-    if x_N.dtype != torch.int32 or not x_N.is_contiguous() or x_N.dim() != 1 or len(x_N) % block:
-        raise ValueError(f"x_N must be contiguous int32 of whole blocks of {block}, got {x_N.dtype} {list(x_N.shape)}")
+    check({"N": len(x_N) // block * block}, torch.int32, x_N=x_N)
     if x_N.is_cuda:
         from dspark.kernels.reading import kernel  # needs Triton
 

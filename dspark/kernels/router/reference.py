@@ -81,9 +81,6 @@ def list_pairs(ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> Dispatch
 def dense_dispatch(num_tokens: int, device: torch.device) -> Dispatch:
     """All tokens at one expert, id 0, with weight 1: a dense MLP as a mixture. J = 1."""
     places_N = torch.arange(MAX_TOKENS, dtype=torch.int32, device=device)
-    return Dispatch(
-        torch.ones(num_tokens, 1, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-        places_N.where(places_N < num_tokens, -1).unsqueeze(0),
-        torch.ones(1, dtype=torch.int32, device=device),
-    )
+    pairs_1N = places_N.where(places_N < num_tokens, -1)[None]
+    weights_TJ = torch.ones(num_tokens, 1, device=device)
+    return Dispatch(weights_TJ, places_N.new_zeros(1), pairs_1N, places_N.new_ones(1))
