@@ -10,8 +10,6 @@ from torch import Tensor
 from dspark.kernels.block_attention import reference
 from dspark.kernels.checks import check, check_window
 
-__all__ = ["attend", "merge", "write"]
-
 
 def write(
     qkv_TC: Tensor, q_norm_E: Tensor, k_norm_E: Tensor, eps: float, angles_JE2: Tensor, start_1: Tensor,

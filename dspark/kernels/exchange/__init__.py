@@ -7,8 +7,6 @@ from torch import Tensor
 
 from dspark.kernels.checks import check
 
-__all__ = ["NUM_TURNS", "Exchange", "add_norm", "empty_slots", "gather"]
-
 NUM_TURNS = 3
 
 

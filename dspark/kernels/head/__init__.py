@@ -6,8 +6,6 @@ from torch import Tensor
 from dspark.kernels.checks import check, check_counters, check_window
 from dspark.kernels.head import reference
 
-__all__ = ["accept", "greedy"]
-
 
 def greedy(
     hidden_TD: Tensor, head_VD: Tensor, first_id: int, counters: Tensor, *, is_chained: bool = False

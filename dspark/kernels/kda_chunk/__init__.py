@@ -7,8 +7,6 @@ from dspark.kernels.checks import check
 from dspark.kernels.chunks import Chunks
 from dspark.kernels.kda_chunk import reference
 
-__all__ = ["read"]
-
 
 def read(
     projected_NC: Tensor, history_BWC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor, norm_F: Tensor,

@@ -6,8 +6,6 @@ from torch import Tensor
 from dspark.kernels.checks import check, check_counters
 from dspark.kernels.markov import reference
 
-__all__ = ["step"]
-
 
 def step(
     base_V: Tensor, mixed_NR: Tensor, row_1: Tensor | None, w2_VR: Tensor, first_id: int, counters: Tensor, *,

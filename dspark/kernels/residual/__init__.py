@@ -6,8 +6,6 @@ from torch import Tensor
 from dspark.kernels.checks import check
 from dspark.kernels.residual import reference
 
-__all__ = ["add_norm", "embed_norm"]
-
 
 def add_norm(
     parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, *,
