@@ -15,7 +15,7 @@ def check(sizes: Sizes, *dtypes: dtype, num_strided: int = 0, **tensors: Tensor 
     dtype, out of ``dtypes`` (none given: each has any), and are contiguous, or behind the first ``num_strided``
     dimensions. Returns: ``sizes`` and what was learnt. Raises: ValueError for another shape, dtype or other strides.
     """
-    sizes = {"1": 1, "2": 2} | sizes
+    sizes = {"1": 1, "2": 2, **sizes}
     for name, x in tensors.items():
         if x is None:
             continue
