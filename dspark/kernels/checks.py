@@ -1,22 +1,54 @@
 """What every operation checks of its tensors, once, where it is called."""
 
-from torch import Tensor, dtype
+from torch import Tensor, dtype, int32
 
 from dspark.kernels import MAX_TOKENS
 
-
-def expect(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: dtype, num_strided: int = 0) -> None:
-    """Raises: ValueError for another shape or dtype (none given: any), strides but in the first few."""
-    is_right = tuple(tensor.shape) == shape and (not dtypes or tensor.dtype in dtypes)
-    if not is_right or (tensor.numel() and not tensor[(0,) * num_strided].is_contiguous()):
-        where = f" behind dimension {num_strided}" if num_strided else ""
-        raise ValueError(
-            f"{name}: expected {list(shape)} {' or '.join(map(str, dtypes))}, contiguous{where}, "
-            f"found {list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
-        )
+Sizes = dict[str, int]
+"""By the letters that end a tensor's name (types.py)."""
 
 
-def expect_window(name: str, num_tokens: int) -> None:
+def check(sizes: Sizes, *dtypes: dtype, num_strided: int = 0, **tensors: Tensor | None) -> Sizes:
+    """Hold tensors against the letters of their names: ``check({"D": 64}, float32, x_TD=x_TD)``. None fits.
+
+    A letter without a size takes that of the first tensor that has it; a digit is its own size. The tensors share one
+    dtype, out of ``dtypes`` (none given: each has any), and are contiguous, or behind the first ``num_strided``
+    dimensions. Returns: ``sizes`` and what was learnt. Raises: ValueError for another shape, dtype or other strides.
+    """
+    sizes = {"1": 1, "2": 2, **sizes}
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        letters, shape = name.rpartition("_")[2], x.shape
+        is_right = len(letters) == len(shape) and tuple(map(sizes.setdefault, letters, shape)) == shape
+        is_right = is_right and (not dtypes or x.dtype in dtypes)
+        if not is_right or not (x.is_contiguous() or (num_strided and _is_dense(shape, x.stride(), num_strided))):
+            expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
+            where = f" behind dimension {num_strided}" if num_strided else ""
+            raise ValueError(
+                f"{name}: expected [{expected}] {' or '.join(map(str, dtypes))}, contiguous{where}, "
+                f"found {list(shape)} {x.dtype} with strides {x.stride()}"
+            )
+        dtypes = dtypes and (x.dtype,)
+    return sizes
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], num_strided: int) -> bool:
+    """Whether all dimensions but the first few are contiguous; to make a view and ask it takes longer."""
+    dense = 1
+    for size, stride in zip(reversed(shape[num_strided:]), reversed(strides[num_strided:]), strict=True):
+        if size != 1 and stride != dense:
+            return False
+        dense *= size
+    return True
+
+
+def check_counters(counters: Tensor, least: int = 1) -> None:
+    """Raises: ValueError for other counters than int32, and fewer than ``least``."""
+    check({"N": max(least, counters.numel())}, int32, counters_N=counters)
+
+
+def check_window(name: str, num_tokens: int) -> None:
     """Raises: ValueError for a window of no token or of more than a verify step takes."""
     if not 1 <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"{name}: expected 1 to {MAX_TOKENS} tokens, found {num_tokens}")

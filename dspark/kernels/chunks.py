@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.transfer import onto
 
@@ -20,8 +21,8 @@ class Chunks(NamedTuple):
 
     lengths: tuple[int, ...]
     chunk_tokens: int
-    chunks_M4: torch.Tensor
-    ends_B: torch.Tensor
+    chunks_M4: Tensor
+    ends_B: Tensor
 
 
 def lay_out(lengths: Sequence[int], device: torch.device, chunk_tokens: int = CHUNK_TOKENS) -> Chunks:

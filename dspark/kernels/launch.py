@@ -33,6 +33,13 @@ def signal(IS_CHAINED: tl.constexpr) -> None:
 
 
 @triton.jit
+def follow(IS_CHAINED: tl.constexpr) -> None:
+    """Wait, then signal, as most kernels of a chain do."""
+    wait(IS_CHAINED)
+    signal(IS_CHAINED)
+
+
+@triton.jit
 def prefetch_lines(  # type: ignore[no-untyped-def]
     base, first_line, num_bytes, LINES: tl.constexpr, IS_CHAINED: tl.constexpr
 ) -> None:
@@ -79,6 +86,11 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     if is_interpreted() or dtype == torch.float32:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def padded(width: int) -> int:
+    """What a side of ``tl.dot`` takes: a power of two, at least 16."""
+    return int(max(16, triton.next_power_of_2(width)))
 
 
 def options(is_chained: bool) -> dict[str, Any]:

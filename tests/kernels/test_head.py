@@ -15,7 +15,7 @@ from dspark.kernels.projection.kernel import project
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="real sizes need a GPU")
 TILES = {
     "a program a tile": Tile(16, 32, 0, 4, 2),
-    "shared": Tile(16, 64, 3, 4, 3, is_streamed=False),
+    "shared": Tile(16, 64, 3, 4, 3),
     "more programs than a merge takes at a time": Tile(16, 128, 70, 4, 2),
     "one program": Tile(64, 32, 1, 4, 2),
 }

@@ -189,13 +189,13 @@ def test_the_public_functions_are_the_plain_layer_of_the_model(kernel_device: to
 def test_what_does_not_fit_is_refused_with_what_was_found() -> None:
     inputs, _ = random_layers(1, 2, 1, 8, torch.device("cpu"))
     prepared_TC, state_HEF, dtype = inputs.prepared_LTC[0], inputs.state_LHEF[0], torch.float32
-    with pytest.raises(ValueError, match=r"prepared: expected \[2, 41\] .* found \[2, 40\]"):
+    with pytest.raises(ValueError, match=r"prepared_TC: expected \[2, 41\] .* found \[2, 40\]"):
         kda.verify(prepared_TC[:, 1:], state_HEF, dtype)
-    with pytest.raises(ValueError, match=r"state: expected .* torch\.float32 .* found .* torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"state_HEF: expected .* torch\.float32 .* found .* torch\.bfloat16"):
         kda.verify(prepared_TC, state_HEF.bfloat16(), dtype)
-    with pytest.raises(ValueError, match=r"state: expected .* contiguous, found .* with strides"):
+    with pytest.raises(ValueError, match=r"state_HEF: expected .* contiguous, found .* with strides"):
         kda.verify(prepared_TC, state_HEF.transpose(1, 2), dtype)
-    with pytest.raises(ValueError, match="prepared: expected 1 to 16 tokens, found 17"):
+    with pytest.raises(ValueError, match="prepared_TC: expected 1 to 16 tokens, found 17"):
         kda.verify(prepared_TC[:1].expand(17, -1), state_HEF, dtype)
     count_1 = torch.tensor([1])
     with pytest.raises(ValueError, match=r"count_1: expected \[1\] torch\.int64"):

@@ -19,7 +19,7 @@ TILES = {
     "plain": Tile(16, 32, 1, 1, 0, 4, 2),
     "sliced": Tile(32, 64, 4, 1, 0, 4, 3),
     "split": Tile(16, 32, 1, 3, 0, 4, 2),
-    "sliced and split": Tile(16, 64, 2, 2, 0, 4, 2, is_streamed=False),
+    "sliced and split": Tile(16, 64, 2, 2, 0, 4, 2),
     "held": Tile(16, 32, 1, 1, 128, 4, 2),
     "held, sliced and split": Tile(16, 32, 2, 2, 32, 4, 2),
 }

@@ -28,15 +28,9 @@ Price = Callable[[slice, Figures], Slopes]
 
 
 def judge(
-    hidden_ND: Tensor,
-    mixed_NR: Tensor,
-    head_VD: Tensor,
-    markov_VR: Tensor,
-    teacher_MD: Tensor,
-    labels_N: Tensor,
-    pieces: Sequence[Piece],
-    price: Price,
-) -> tuple[Tensor, Figures]:
+    hidden_ND: Tensor, mixed_NR: Tensor, head_VD: Tensor, markov_VR: Tensor, teacher_MD: Tensor, labels_N: Tensor,
+    pieces: Sequence[Piece], price: Price,
+) -> tuple[Tensor, Figures]:  # fmt: skip
     """Figures of N rows, and a zero that carries the loss's gradient into hidden_ND, mixed_NR and markov_VR.
 
     A row's draft logits are ``head hidden + markov mixed``, in autocast's dtype or else in that of markov_VR; its

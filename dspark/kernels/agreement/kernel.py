@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels.agreement.reference import Figures, Scales, Slopes, Weights
 
@@ -189,7 +190,7 @@ def _step(draft_logprobs, teacher_logprobs, acceptances, at_A, is_valid_A, IS_RA
 
 
 def slopes(
-    figures: Figures, rows_A1: torch.Tensor, first_row: int, num_slots: int, scales: Scales, weights: Weights
+    figures: Figures, rows_A1: Tensor, first_row: int, num_slots: int, scales: Scales, weights: Weights
 ) -> Slopes:
     """``reference.slopes`` of float32 figures, whose rows begin at ``first_row`` of those that rows_A1 counts."""
     draft_P, teacher_P, _, acceptance_P, _ = figures
@@ -202,9 +203,7 @@ def slopes(
     return Slopes(*out_3P)
 
 
-def compare(
-    draft_PV: torch.Tensor, teacher_MV: torch.Tensor, teacher_rows_P: torch.Tensor, labels_P: torch.Tensor
-) -> tuple[Figures, Any]:
+def compare(draft_PV: Tensor, teacher_MV: Tensor, teacher_rows_P: Tensor, labels_P: Tensor) -> tuple[Figures, Any]:
     """``reference.compare`` of logits in float32 or sixteen bits, each of the two in its own dtype; contiguous."""
     num_rows, vocab_size = draft_PV.shape
     figures = torch.empty(NUM_FIGURES, num_rows, dtype=torch.float32, device=draft_PV.device)
@@ -213,9 +212,9 @@ def compare(
     return Figures(*figures[: len(Figures._fields)]), inputs
 
 
-def gradient(kept: Any, slopes: Slopes) -> torch.Tensor:
+def gradient(kept: Any, slopes: Slopes) -> Tensor:
     """``reference.gradient``, in the memory and dtype of the draft's logits; slopes float32, contiguous."""
-    draft_PV: torch.Tensor = kept[0]
+    draft_PV: Tensor = kept[0]
     num_rows, vocab_size = draft_PV.shape
     gradient_kernel[(num_rows, triton.cdiv(vocab_size, GROUP * LANES))](
         *kept, *slopes, num_rows, V=vocab_size, GROUP=GROUP, LANES=LANES, num_warps=WARPS

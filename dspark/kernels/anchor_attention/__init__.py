@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dspark.kernels.anchor_attention import reference
 from dspark.kernels.anchor_attention.reference import attend
-from dspark.kernels.checks import expect
+from dspark.kernels.checks import check
 
 __all__ = ["anchor_attention", "attend"]
 
@@ -32,8 +32,11 @@ def anchor_attention(
     Raises: ValueError for another shape or dtype.
     Source: DeepSpec, block visibility (specs/dspark.md 1.2).
     """
-    (num_rows, num_heads, width), num_blocks = q_NHE.shape, len(starts_A)
-    num_kv_heads, dtype = k_NGE.shape[1], q_NHE.dtype
+    kinds = (torch.bfloat16, torch.float16, torch.float32) + (() if q_NHE.is_cuda else (torch.float64,))
+    sizes = check({}, *kinds, num_strided=3, q_NHE=q_NHE, k_NGE=k_NGE, v_NGE=v_NGE)
+    sizes = check(sizes, q_NHE.dtype, num_strided=3, context_k_TGE=context_k_TGE, context_v_TGE=context_v_TGE)
+    sizes = check(sizes, torch.int64, starts_A=starts_A, anchors_A=anchors_A)
+    num_rows, num_heads, width, num_kv_heads, num_blocks = (sizes[letter] for letter in "NHEGA")
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads or not 1 <= width <= MAX_WIDTH:
         found = f"{num_heads} heads of {width} over {num_kv_heads}"
         raise ValueError(f"q_NHE: expected a multiple of k_NGE's heads, of 1 to {MAX_WIDTH} values, found {found}")
@@ -41,14 +44,6 @@ def anchor_attention(
     if not fits and (num_rows, num_blocks) != (0, 0):
         found = f"{num_rows} rows of {num_blocks} blocks"
         raise ValueError(f"q_NHE: expected blocks of 1 to {MAX_SLOTS} slots, found {found}")
-    kinds = (torch.bfloat16, torch.float16, torch.float32) + (() if q_NHE.is_cuda else (torch.float64,))
-    expect("q_NHE", q_NHE, (num_rows, num_heads, width), *kinds, num_strided=3)
-    for name, rows in (("context_k_TGE", context_k_TGE), ("context_v_TGE", context_v_TGE)):
-        expect(name, rows, (len(context_k_TGE), num_kv_heads, width), dtype, num_strided=3)
-    for name, rows in (("k_NGE", k_NGE), ("v_NGE", v_NGE)):
-        expect(name, rows, (num_rows, num_kv_heads, width), dtype, num_strided=3)
-    for name, places in (("starts_A", starts_A), ("anchors_A", anchors_A)):
-        expect(name, places, (num_blocks,), torch.int64)
     inputs = (q_NHE, context_k_TGE, context_v_TGE, k_NGE, v_NGE, starts_A, anchors_A)
     if not q_NHE.is_cuda or num_blocks == 0:
         return reference.anchor_attention(*inputs)

@@ -140,9 +140,7 @@ def _differentiate_kv(
 
 
 @triton.jit
-def _walk_of_rows(
-    starts, anchors, first, last, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+def _walk_of_rows(starts, anchors, first, last, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """Of a tile of rows: each lane's block and interval of context; the walk, its whole tiles, and the slots read."""
     block_M = (first + tl.minimum(tl.arange(0, ROWS), last - 1 - first)) // K
     start_M, anchor_M = tl.load(starts + block_M).to(tl.int32), tl.load(anchors + block_M).to(tl.int32)
@@ -306,7 +304,7 @@ def keys_kernel(
 def _launch(table: dict[str, int], q_NHE: Tensor, k_NGE: Tensor, num_blocks: int, heads: int) -> dict[str, Any]:
     """The constants of a launch whose programs each own one of ``heads``."""
     num_rows, num_heads, width = q_NHE.shape
-    padded = max(16, triton.next_power_of_2(width))
+    padded = launch.padded(width)
     change = FLOAT32 if q_NHE.dtype == torch.float32 else WIDE if padded > 128 else {}
     table = table | change
     return {
@@ -380,9 +378,6 @@ def _backward(ctx, do_NHE, _):
 attend.register_autograd(_backward, setup_context=_save)
 
 
-def anchor_attention(
-    q_NHE: Tensor, context_k_TGE: Tensor, context_v_TGE: Tensor, k_NGE: Tensor, v_NGE: Tensor, starts_A: Tensor,
-    anchors_A: Tensor,
-) -> Tensor:  # fmt: skip
+def anchor_attention(*inputs: Tensor) -> Tensor:
     """See ``dspark.kernels.anchor_attention``; at least one block."""
-    return attend(q_NHE, context_k_TGE, context_v_TGE, k_NGE, v_NGE, starts_A, anchors_A)[0]
+    return attend(*inputs)[0]

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.block_attention import reference
-from dspark.kernels.checks import expect, expect_window
-
-__all__ = ["attend", "merge", "write"]
+from dspark.kernels.checks import check, check_window
 
 
 def write(
@@ -25,14 +23,13 @@ def write(
     the capacity J are dropped. Returns q_THE [T, num_query_heads, E], unscaled.
     Raises: ValueError for another shape or dtype.
     """
-    dtype, (num_heads, num_rows, width) = qkv_TC.dtype, keys_HJE.shape
-    expect("qkv_TC", qkv_TC, (len(qkv_TC), (num_query_heads + 2 * num_heads) * width), dtype, num_strided=1)
-    expect("q_norm_E", q_norm_E, (width,), dtype)
-    expect("k_norm_E", k_norm_E, (width,), dtype)
-    expect("angles_JE2", angles_JE2, (num_rows, width // 2, 2), torch.promote_types(dtype, torch.float32))
-    expect("start_1", start_1, (1,), torch.int64)
-    expect("keys_HJE", keys_HJE, (num_heads, num_rows, width), dtype, num_strided=1)
-    expect("values_HJE", values_HJE, (num_heads, num_rows, width), dtype, num_strided=1)
+    dtype = qkv_TC.dtype
+    sizes = check({}, dtype, num_strided=1, keys_HJE=keys_HJE, values_HJE=values_HJE)
+    num_heads, width = num_query_heads + 2 * sizes["H"], sizes["E"]
+    check({"C": num_heads * width}, dtype, num_strided=1, qkv_TC=qkv_TC)
+    check(sizes, dtype, q_norm_E=q_norm_E, k_norm_E=k_norm_E)
+    check(sizes | {"E": width // 2}, torch.promote_types(dtype, torch.float32), angles_JE2=angles_JE2)
+    check({}, torch.int64, start_1=start_1)
     inputs = (qkv_TC, q_norm_E, k_norm_E, eps, angles_JE2, start_1, keys_HJE, values_HJE, num_query_heads)
     if not qkv_TC.is_cuda:
         return reference.write(*inputs)
@@ -55,15 +52,14 @@ def attend(
     split's sum of exponents, -inf there.
     Raises: ValueError for another shape or dtype.
     """
-    (num_tokens, num_heads, width), dtype = q_THE.shape, q_THE.dtype
-    expect_window("q_THE", num_tokens)
+    check_window("q_THE", len(q_THE))
+    num_heads, dtype = q_THE.shape[1], q_THE.dtype
     if num_splits < 1 or num_heads % len(keys_HJE):
         found = f"{num_splits} splits, {num_heads} query heads"
         raise ValueError(f"q_THE: expected a split, a multiple of {len(keys_HJE)} query heads, found {found}")
-    expect("q_THE", q_THE, (num_tokens, num_heads, width), dtype)
-    for name, rows_HJE in (("keys_HJE", keys_HJE), ("values_HJE", values_HJE)):
-        expect(name, rows_HJE, (*keys_HJE.shape[:2], width), dtype, num_strided=1)
-    expect("length_1", length_1, (1,), torch.int64)
+    width = check({}, dtype, q_THE=q_THE)["E"]
+    check({"E": width}, dtype, num_strided=1, keys_HJE=keys_HJE, values_HJE=values_HJE)
+    check({}, torch.int64, length_1=length_1)
     if not q_THE.is_cuda:
         return reference.attend(q_THE, keys_HJE, values_HJE, length_1, scale, num_splits)
     from dspark.kernels.block_attention import kernel
@@ -76,9 +72,7 @@ def merge(context_STHE: Tensor, lse_STH: Tensor, dtype: torch.dtype, *, is_chain
 
     Raises: ValueError for another shape or dtype.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    expect("context_STHE", context_STHE, (*lse_STH.shape, context_STHE.shape[-1]), wide)
-    expect("lse_STH", lse_STH, tuple(lse_STH.shape), wide)
+    check({}, torch.promote_types(dtype, torch.float32), context_STHE=context_STHE, lse_STH=lse_STH)
     if not lse_STH.is_cuda:
         return reference.merge(context_STHE, lse_STH, dtype)
     from dspark.kernels.block_attention import kernel

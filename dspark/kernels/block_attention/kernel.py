@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.block_attention.reference import BLOCK_ROWS
-from dspark.kernels.launch import prefetch_lines, signal, wait
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -32,8 +31,7 @@ def write_kernel(
     norm = q_norm if head < QUERIES else k_norm
     front_scale = tl.load(norm + pair, mask=mask, other=0.0).to(tl.float32)
     back_scale = tl.load(norm + PAIRS + pair, mask=mask, other=0.0).to(tl.float32)
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     source = qkv + token.to(tl.int64) * QKV_STRIDE + head * WIDTH + pair
     front = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     back = tl.load(source + PAIRS, mask=mask, other=0.0).to(tl.float32)
@@ -74,10 +72,9 @@ def attend_kernel(
         num_bytes = tl.minimum(hint, num_rows) * ROW_BYTES
         for step in tl.static_range(AHEAD):
             line = (split + step * num_splits) * (BLOCK * ROW_BYTES // 128)
-            prefetch_lines(keys, line, num_bytes, LINES, IS_CHAINED)
-            prefetch_lines(values, line, num_bytes, LINES, IS_CHAINED)
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+            launch.prefetch_lines(keys, line, num_bytes, LINES, IS_CHAINED)
+            launch.prefetch_lines(values, line, num_bytes, LINES, IS_CHAINED)
+    launch.follow(IS_CHAINED)
     count = num_tokens * GROUP
     row_N = tile * TILE + tl.arange(0, TILE)
     place_N = row_N // GROUP * HEADS + head * GROUP + row_N % GROUP
@@ -125,8 +122,7 @@ def merge_kernel(
     column_E = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place_S = split_S * count + row
     is_value_SE = (split_S < SPLITS)[:, None] & (column_E < WIDTH)[None, :]
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     lse_S = tl.load(lse + place_S, mask=split_S < SPLITS, other=float("-inf"))
     context_SE = tl.load(context + place_S[:, None] * WIDTH + column_E[None, :], mask=is_value_SE, other=0.0)
     weight_S = tl.exp(lse_S - tl.max(lse_S, 0))
@@ -160,16 +156,15 @@ def attend(
     """
     (num_tokens, heads, width), (kv_heads, num_rows, _) = q_THE.shape, keys_HJE.shape
     group, num_bytes = heads // kv_heads, keys_HJE.element_size()
-    rows = min(64, max(16, triton.next_power_of_2(num_tokens * group)))
+    rows = min(64, launch.padded(num_tokens * group))
     context_STHE = q_THE.new_empty(num_splits, num_tokens, heads, width, dtype=torch.float32)
     lse_STH = q_THE.new_empty(num_splits, num_tokens, heads, dtype=torch.float32)
     attend_kernel[(num_splits, kv_heads, triton.cdiv(num_tokens * group, rows))](
         q_THE, keys_HJE, values_HJE, length_1, context_STHE, lse_STH, scale * 1.4426950408889634, num_tokens, num_rows,
         num_splits, keys_HJE.stride(0), values_HJE.stride(0), HEADS=heads, GROUP=group, WIDTH=width,
-        WIDTH_PAD=max(16, triton.next_power_of_2(width)), TILE=rows, BLOCK=BLOCK_ROWS, AHEAD=2,
-        LINES=triton.next_power_of_2(triton.cdiv(BLOCK_ROWS * width * num_bytes, 128)),
-        DOT=launch.dot_dtype(q_THE.dtype), num_warps=4, num_stages=3 if num_bytes == 2 else 1,
-        **launch.options(is_chained),
+        WIDTH_PAD=launch.padded(width), TILE=rows, BLOCK=BLOCK_ROWS, AHEAD=2, DOT=launch.dot_dtype(q_THE.dtype),
+        LINES=triton.next_power_of_2(triton.cdiv(BLOCK_ROWS * width * num_bytes, 128)), num_warps=4,
+        num_stages=3 if num_bytes == 2 else 1, **launch.options(is_chained),
     )  # fmt: skip
     return context_STHE, lse_STH
 

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from dspark.kernels.checks import expect
-
-__all__ = ["NUM_TURNS", "Exchange", "add_norm", "empty_slots", "gather"]
+from dspark.kernels.checks import check
 
 NUM_TURNS = 3
 
@@ -24,14 +23,14 @@ class Exchange:
     """
 
     rank: int
-    peers_R: torch.Tensor
-    slots_SRPD: torch.Tensor
-    turns_P: torch.Tensor
-    errors_P: torch.Tensor
+    peers_R: Tensor
+    slots_SRPD: Tensor
+    turns_P: Tensor
+    errors_P: Tensor
     limit_seconds: float = 20.0
 
 
-def empty_slots(memory: torch.Tensor, num_ranks: int, num_rows: int, width: int) -> torch.Tensor:
+def empty_slots(memory: Tensor, num_ranks: int, num_rows: int, width: int) -> Tensor:
     """Empty flat memory of a rank as slots [3, num_ranks, num_rows, width]; all ranks do it, then meet, then call.
 
     The memory's dtype is what travels: float32, or the working dtype for half the bytes and one more rounding.
@@ -40,32 +39,27 @@ def empty_slots(memory: torch.Tensor, num_ranks: int, num_rows: int, width: int)
 
 
 def add_norm(
-    parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor,
-    eps: float, exchange: Exchange, *, is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float,
+    exchange: Exchange, *, is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``residual.add_norm`` with the parts of all ranks: the same bits on every rank. All ranks call with the same T.
 
     Shapes: as there, T = 1..P, on a GPU. The partial sums travel in the slots' dtype and are added in float32 in the
     order of the ranks.
     Raises: ValueError for another shape or dtype, or another device.
     """
-    num_tokens, width = residual_TD.shape
-    num_parts = parts_TKD.shape[1] if parts_TKD.dim() == 3 else 1
-    dtype = residual_TD.dtype
+    dtype, sizes = residual_TD.dtype, {"S": NUM_TURNS, "R": len(exchange.peers_R), "P": len(exchange.turns_P)}
     _expect_rows("residual_TD", residual_TD, exchange)
-    expect("residual_TD", residual_TD, (num_tokens, width), dtype)
-    expect("parts_TKD", parts_TKD, (num_tokens, num_parts, width), dtype, torch.float32)
-    expect("norm_weight_D", norm_weight_D, (width,), dtype)
-    shape = (NUM_TURNS, len(exchange.peers_R), len(exchange.turns_P), width)
-    expect("slots_SRPD", exchange.slots_SRPD, shape, dtype, torch.float32)
-    if weights_TK is not None:
-        expect("weights_TK", weights_TK, (num_tokens, num_parts), torch.float32)
+    sizes = check(sizes, dtype, residual_TD=residual_TD, norm_weight_D=norm_weight_D)
+    sizes = check(sizes, dtype, torch.float32, parts_TKD=parts_TKD)
+    check(sizes, dtype, torch.float32, slots_SRPD=exchange.slots_SRPD)
+    check(sizes, torch.float32, weights_TK=weights_TK)
     from dspark.kernels.exchange import kernel  # Triton, which a CPU may lack
 
     return kernel.add_norm(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps, exchange, is_chained=is_chained)
 
 
-def gather(values_TC: torch.Tensor, exchange: Exchange, *, is_chained: bool = False) -> torch.Tensor:
+def gather(values_TC: Tensor, exchange: Exchange, *, is_chained: bool = False) -> Tensor:
     """Every rank's values: int32 [R, T, C], the same on every rank. All ranks call with the same shape.
 
     Shapes: int32 [T, C] on a GPU, T = 1..P and C at most the slots' width, which must be float32; a view of other
@@ -73,15 +67,14 @@ def gather(values_TC: torch.Tensor, exchange: Exchange, *, is_chained: bool = Fa
     Raises: ValueError for another shape or dtype, or another device.
     """
     _expect_rows("values_TC", values_TC, exchange)
-    num_columns = min(values_TC.shape[-1], exchange.slots_SRPD.shape[-1])
-    expect("values_TC", values_TC, (len(values_TC), num_columns), torch.int32)
-    expect("slots_SRPD", exchange.slots_SRPD, tuple(exchange.slots_SRPD.shape), torch.float32)
+    width = check({}, torch.float32, slots_SRPD=exchange.slots_SRPD)["D"]
+    check({"C": min(values_TC.shape[-1], width)}, torch.int32, values_TC=values_TC)
     from dspark.kernels.exchange import kernel
 
     return kernel.gather(values_TC, exchange, is_chained=is_chained)
 
 
-def _expect_rows(name: str, tensor: torch.Tensor, exchange: Exchange) -> None:
+def _expect_rows(name: str, tensor: Tensor, exchange: Exchange) -> None:
     num_rows = len(exchange.turns_P)
     if not tensor.is_cuda or not 1 <= len(tensor) <= num_rows:
         raise ValueError(f"{name}: expected 1..{num_rows} rows on a GPU, found {len(tensor)} on {tensor.device}")

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.exchange import Exchange
-from dspark.kernels.launch import signal, wait
-from dspark.kernels.residual.kernel import finish_row, registers_for, warps_for
+from dspark.kernels.residual.kernel import finish_row, registers_for, sum_parts, warps_for
 
 EMPTY = {torch.float32: -(2**31), torch.bfloat16: -(2**15), torch.float16: -(2**15)}
 """The bits of -0.0 as a signed integer."""
@@ -38,10 +38,9 @@ def nanoseconds(polls, HAS_CLOCK: tl.constexpr):
         now_N = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l,r", [thread_N], dtype=tl.int64, is_pure=False, pack=1
         )
-        now = tl.max(now_N, 0)
+        return tl.max(now_N, 0)
     else:
-        now = polls.to(tl.int64) * 1000
-    return now
+        return polls.to(tl.int64) * 1000
 
 
 @triton.jit
@@ -116,22 +115,10 @@ def exchange_kernel(
     inside_D = column_D < WIDTH
     is_token_D = inside_D & (row < num_tokens)
     scale_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0)
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     turn = tl.load(turns + row)
     if DO_PUSH:
-        total_D = tl.zeros([BLOCK], tl.float32)
-        parts_KD, weights_K = (), ()
-        for k in tl.static_range(PARTS):
-            part_D = tl.load(parts + (row * PARTS + k) * WIDTH + column_D, mask=is_token_D, other=0.0)
-            parts_KD = parts_KD + (part_D,)  # noqa: RUF005
-            if HAS_WEIGHTS:
-                weights_K = weights_K + (tl.load(weights + row * PARTS + k, mask=row < num_tokens, other=0.0),)  # noqa: RUF005
-        for k in tl.static_range(PARTS):
-            part_D = parts_KD[k].to(tl.float32)
-            if HAS_WEIGHTS:
-                part_D *= weights_K[k]
-            total_D += part_D
+        total_D = sum_parts(parts, weights, row, row < num_tokens, column_D, is_token_D, WIDTH, PARTS, HAS_WEIGHTS)
         bits_D = total_D.to(sent).to(bits, bitcast=True)
         place = ((turn * RANKS + rank) * ROWS + row) * WIDTH
         push_row(bits_D, peers, place, column_D, is_token_D & (turn >= 0), rank, RANKS, EMPTY_BITS)
@@ -162,8 +149,7 @@ def gather_kernel(
     row = tl.program_id(0)
     column_C = tl.arange(0, COLUMNS_PAD)
     is_sent_C = (column_C < COLUMNS) & (row < num_tokens)
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     turn = tl.load(turns + row)
     if DO_PUSH:
         bits_C = tl.load(values + row * COLUMNS + column_C, mask=is_sent_C, other=0)
@@ -182,9 +168,9 @@ def gather_kernel(
 
 
 def add_norm(
-    parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor,
-    eps: float, exchange: Exchange, *, phases: tuple[bool, bool] = (True, True), is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float,
+    exchange: Exchange, *, phases: tuple[bool, bool] = (True, True), is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``dspark.kernels.exchange.add_norm``. ``phases``: push, receive; apart when one process plays all ranks."""
     num_tokens, num_parts, width = parts_TKD.shape
     num_warps = warps_for(width)
@@ -198,8 +184,8 @@ def add_norm(
 
 
 def gather(
-    values_TC: torch.Tensor, exchange: Exchange, *, phases: tuple[bool, bool] = (True, True), is_chained: bool = False
-) -> torch.Tensor:
+    values_TC: Tensor, exchange: Exchange, *, phases: tuple[bool, bool] = (True, True), is_chained: bool = False
+) -> Tensor:
     """See ``dspark.kernels.exchange.gather``; values of int32. ``phases`` as in ``add_norm``."""
     num_tokens, num_columns = values_TC.shape
     _, num_ranks, num_rows, width = exchange.slots_SRPD.shape

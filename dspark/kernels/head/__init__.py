@@ -1,21 +1,15 @@
 """The language head without its logits: every token's largest one, and what that says about a greedy draft."""
 
 import torch
+from torch import Tensor
 
-from dspark.kernels.checks import expect, expect_window
+from dspark.kernels.checks import check, check_counters, check_window
 from dspark.kernels.head import reference
-
-__all__ = ["accept", "greedy"]
 
 
 def greedy(
-    hidden_TD: torch.Tensor,
-    head_VD: torch.Tensor,
-    first_id: int,
-    counters: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_TD: Tensor, head_VD: Tensor, first_id: int, counters: Tensor, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor]:
     """Largest logit of T tokens over the V rows of this rank: best_T float32 and ids_T int64 (row plus ``first_id``).
 
     The logits are summed in float32 and not rounded. Of equal ones the smaller id; NaN counts as -inf; with nothing
@@ -24,11 +18,11 @@ def greedy(
     Shapes: T in 1..16; both tensors in one dtype (the head may also be float32), contiguous in the last dimension;
     counters one int32 number or more, zero before and after. Raises ValueError otherwise.
     """
-    expect_window("hidden_TD", len(hidden_TD))
+    check_window("hidden_TD", len(hidden_TD))
     dtype, wide = hidden_TD.dtype, torch.promote_types(hidden_TD.dtype, torch.float32)
-    expect("hidden_TD", hidden_TD, (len(hidden_TD), head_VD.shape[-1]), num_strided=1)
-    expect("head_VD", head_VD, (len(head_VD), head_VD.shape[-1]), dtype, wide, num_strided=1)
-    expect("counters", counters, (max(1, counters.numel()),), torch.int32)
+    sizes = check({}, dtype, num_strided=1, hidden_TD=hidden_TD)
+    check(sizes, dtype, wide, num_strided=1, head_VD=head_VD)
+    check_counters(counters)
     if not hidden_TD.is_cuda:
         return reference.greedy(hidden_TD, head_VD, first_id)
     from dspark.kernels.head import kernel
@@ -36,13 +30,7 @@ def greedy(
     return kernel.greedy(hidden_TD, head_VD, first_id, counters, is_chained=is_chained)
 
 
-def accept(
-    ids_T: torch.Tensor,
-    best_RT: torch.Tensor,
-    best_ids_RT: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: bool = False) -> tuple[Tensor, Tensor]:
     """How many of a window's tokens are committed (count_1 int64, 1..T) and the token after them (next_id_1 int64).
 
     ids_T is the last token and T-1 drafts; best_RT and best_ids_RT are what R ranks' ``greedy`` gave. The target's
@@ -52,10 +40,9 @@ def accept(
     Shapes: ids int64, T in 1..16; best_RT float32 and best_ids_RT int64 [R, T], contiguous.
     Raises ValueError otherwise.
     """
-    expect_window("ids_T", len(ids_T))
-    expect("ids_T", ids_T, (len(ids_T),), torch.int64)
-    expect("best_RT", best_RT, (len(best_RT), len(ids_T)), torch.float32)
-    expect("best_ids_RT", best_ids_RT, (len(best_RT), len(ids_T)), torch.int64)
+    check_window("ids_T", len(ids_T))
+    sizes = check({}, torch.int64, ids_T=ids_T, best_ids_RT=best_ids_RT)
+    check(sizes, torch.float32, best_RT=best_RT)
     if not ids_T.is_cuda:
         return reference.accept(ids_T, best_RT, best_ids_RT)
     from dspark.kernels.head import kernel

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
-from dspark.kernels.launch import signal, wait
 from dspark.kernels.projection.kernel import chunks, prefetch_tile, token_tile, weight_tile
 
 MERGE = 64
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     """How the head is cut; every field can be swept.
 
     rows of a tile (64 or more use the warp-group instruction); columns of a pipeline step; programs in all (0 for one
-    a tile); whether a program's first tile is asked into L2 before the wait; whether weights leave the caches first.
+    a tile); whether a program's first tile is asked into L2 before the wait. Weights leave the caches first.
     """
 
     rows: int
@@ -32,7 +32,6 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     is_prefetched: bool = True
-    is_streamed: bool = True
 
 
 def tile_for(element_size: int) -> Tile:
@@ -44,11 +43,6 @@ def num_programs(num_rows: int, tile: Tile) -> int:
     """As few as need no more rounds of tiles than ``tile.programs`` do: of equal work, as far as whole tiles allow."""
     num_tiles = triton.cdiv(num_rows, tile.rows)
     return int(triton.cdiv(num_tiles, triton.cdiv(num_tiles, tile.programs or num_tiles)))
-
-
-@triton.jit
-def _is_better(value, row, best, best_row):
-    return (value > best) | ((value == best) & (row < best_row))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_id"])  # one program text for every T
@@ -64,8 +58,7 @@ def greedy_kernel(
     if NUM_CHUNKS > 0:
         first_rows = tl.minimum(program * ROWS + places, V - 1).to(tl.int64)
         prefetch_tile(head, head_stride, first_rows, 0, D, NUM_CHUNKS, CHUNK)
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     NUM_TILES: tl.constexpr = (V + ROWS - 1) // ROWS
     num_steps = tl.cdiv(NUM_TILES - program, PROGRAMS) * STEPS
     sums = tl.zeros((ROWS, 16), tl.float32)
@@ -99,7 +92,7 @@ def greedy_kernel(
             is_one = programs < PROGRAMS
             value = tl.load(partial_best + at, mask=is_one, other=float("-inf"), cache_modifier=".cg")
             its_row = tl.load(partial_rows + at, mask=is_one, other=V, cache_modifier=".cg")
-            is_better = _is_better(value, its_row, merged, merged_rows)
+            is_better = (value > merged) | ((value == merged) & (its_row < merged_rows))
             merged = tl.where(is_better, value, merged)
             merged_rows = tl.where(is_better, its_row, merged_rows)
         most = tl.max(merged, 0)
@@ -115,8 +108,7 @@ def accept_kernel(
     PADDED_RANKS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: the ranks' maxima merge, then the first slot whose choice is not the next draft ends the window."""
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     slots = tl.arange(0, 16)
     ranks = tl.arange(0, PADDED_RANKS)[:, None]
     at = ranks * NUM_TOKENS + slots[None, :]
@@ -133,9 +125,9 @@ def accept_kernel(
 
 
 def greedy(
-    hidden_TD: torch.Tensor, head_VD: torch.Tensor, first_id: int, counters: torch.Tensor, *,
-    is_chained: bool = False, tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    hidden_TD: Tensor, head_VD: Tensor, first_id: int, counters: Tensor, *, is_chained: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``reference.greedy``; ``tile`` overrides the table."""
     num_tokens, (vocab_size, width), device = hidden_TD.shape[0], head_VD.shape, hidden_TD.device
     tile = tile or tile_for(head_VD.element_size())
@@ -149,20 +141,13 @@ def greedy(
         hidden_TD, head_VD, best_T, ids_T, partial_best, partial_rows, counters, first_id, num_tokens,
         hidden_TD.stride(0), head_VD.stride(0), V=vocab_size, D=width, ROWS=tile.rows, COLUMNS=tile.columns,
         STEPS=triton.cdiv(width, tile.columns), PROGRAMS=programs, NUM_CHUNKS=num_chunks, CHUNK=chunk,
-        POLICY="evict_first" if tile.is_streamed else "", IS_WHOLE=width % tile.columns == 0, MERGE=MERGE,
-        DOT=launch.dot_dtype(head_VD.dtype), num_stages=tile.num_stages, num_warps=tile.num_warps,
-        **launch.options(is_chained),
+        POLICY="evict_first", IS_WHOLE=width % tile.columns == 0, MERGE=MERGE, num_stages=tile.num_stages,
+        DOT=launch.dot_dtype(head_VD.dtype), num_warps=tile.num_warps, **launch.options(is_chained),
     )  # fmt: skip
     return best_T, ids_T
 
 
-def accept(
-    ids_T: torch.Tensor,
-    best_RT: torch.Tensor,
-    best_ids_RT: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: bool = False) -> tuple[Tensor, Tensor]:
     """``reference.accept``."""
     num_ranks, num_tokens = best_RT.shape
     count_1, next_id_1 = torch.empty_like(ids_T[:1]), torch.empty_like(ids_T[:1])

@@ -10,20 +10,10 @@ fusion is off: the bits depend neither on the kernel nor on T nor on the tiling.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
-from dspark.kernels.kda.rule import (
-    EPS,
-    LANES,
-    advance,
-    fade,
-    load_rows,
-    load_state,
-    load_token,
-    places,
-    product,
-    store_state,
-)  # fmt: skip
+from dspark.kernels.kda import rule
 
 VERIFY_WARPS, VERIFY_COLUMNS = 4, 2
 """Warps a program (twice as many from 16 heads on) and columns a warp (1, 2 or 4): 8 or 16 heads of 128 give 128
@@ -45,26 +35,25 @@ def verify_kernel(
     The output of a token, S^T q with S = faded + k delta^T, is taken as faded^T q + (k q) delta: all sums over the rows
     are side by side, and only that of faded^T k is waited for by the next token.
     """
-    PIECES: tl.constexpr = (E + LANES - 1) // LANES
+    PIECES: tl.constexpr = (E + rule.LANES - 1) // rule.LANES
     C: tl.constexpr = 5 * H * E + H
     head = tl.program_id(1)
-    lanes, columns, mask = places(tl.program_id(0), E, WARPS, COLUMNS)
-    state = load_state(state_ptr + head * E * E, lanes, columns, mask, E, PIECES)
-    launch.wait(IS_CHAINED)
-    launch.signal(IS_CHAINED)
-    q = load_rows(prepared_ptr + head * E, lanes, E, PIECES)
-    k, kept, v, beta = load_token(prepared_ptr, head, lanes, columns, mask, H, E, PIECES)
+    lanes, columns, mask = rule.places(tl.program_id(0), E, WARPS, COLUMNS)
+    state = rule.load_state(state_ptr + head * E * E, lanes, columns, mask, E, PIECES)
+    launch.follow(IS_CHAINED)
+    q = rule.load_rows(prepared_ptr + head * E, lanes, E, PIECES)
+    k, kept, v, beta = rule.load_token(prepared_ptr, head, lanes, columns, mask, H, E, PIECES)
     for t in range(num_tokens):
         next_q, next_k, next_kept, next_v, next_beta = q, k, kept, v, beta
         if t + 1 < num_tokens:  # asked for before this token is worked on
             next_ptr = prepared_ptr + (t + 1) * C
-            next_q = load_rows(next_ptr + head * E, lanes, E, PIECES)
-            next_k, next_kept, next_v, next_beta = load_token(next_ptr, head, lanes, columns, mask, H, E, PIECES)
-        faded = fade(state, kept, PIECES)
-        kk, qq, qk = product(k, k, PIECES), product(q, q, PIECES), product(q, k, PIECES)
-        read, seen = product(faded, k, PIECES), product(faded, q, PIECES)
-        state, delta = advance(faded, read, k, kk, v, beta, PIECES)
-        o = tl.fma(delta, qk, seen) * (tl.rsqrt(qq + EPS) * scale)
+            next_q = rule.load_rows(next_ptr + head * E, lanes, E, PIECES)
+            next_k, next_kept, next_v, next_beta = rule.load_token(next_ptr, head, lanes, columns, mask, H, E, PIECES)
+        faded = rule.fade(state, kept, PIECES)
+        kk, qq, qk = rule.product(k, k, PIECES), rule.product(q, q, PIECES), rule.product(q, k, PIECES)
+        read, seen = rule.product(faded, k, PIECES), rule.product(faded, q, PIECES)
+        state, delta = rule.advance(faded, read, k, kk, v, beta, PIECES)
+        o = tl.fma(delta, qk, seen) * (tl.rsqrt(qq + rule.EPS) * scale)
         out_ptr = o_ptr + (t * H + head) * E + columns
         tl.store(out_ptr, tl.reshape(o, columns.shape).to(o_ptr.dtype.element_ty), mask=mask & (lanes == 0))
         q, k, kept, v, beta = next_q, next_k, next_kept, next_v, next_beta
@@ -77,16 +66,15 @@ def commit_kernel(
     IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, head, layer): their state, and the history of their q, k and v channels."""
-    PIECES: tl.constexpr = (E + LANES - 1) // LANES
+    PIECES: tl.constexpr = (E + rule.LANES - 1) // rule.LANES
     TILE: tl.constexpr = WARPS * COLUMNS
     C: tl.constexpr = 5 * H * E + H
     tile, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     prepared_ptr += layer * (T * C)
     state_ptr += (layer * H + head) * (E * E)
-    lanes, columns, mask = places(tile, E, WARPS, COLUMNS)
-    state = load_state(state_ptr, lanes, columns, mask, E, PIECES)
-    launch.wait(IS_CHAINED)
-    launch.signal(IS_CHAINED)
+    lanes, columns, mask = rule.places(tile, E, WARPS, COLUMNS)
+    state = rule.load_state(state_ptr, lanes, columns, mask, E, PIECES)
+    launch.follow(IS_CHAINED)
     count = tl.load(count_ptr).to(tl.int32)
     if count > 0:
         # the history becomes the rows count, count + 1, ... of the history followed by the inputs
@@ -104,17 +92,17 @@ def commit_kernel(
             inputs += (tl.where(row < J - 1, old, new),)
         for w in tl.static_range(J - 1):  # a thread has read all rows of its channels
             tl.store(old_ptr + w * (3 * H * E), inputs[w], mask=is_input)
-        k, kept, v, beta = load_token(prepared_ptr, head, lanes, columns, mask, H, E, PIECES)
+        k, kept, v, beta = rule.load_token(prepared_ptr, head, lanes, columns, mask, H, E, PIECES)
         for t in range(count):
             next_k, next_kept, next_v, next_beta = k, kept, v, beta
             if t + 1 < count:
-                next_ptr = prepared_ptr + (t + 1) * C
-                next_k, next_kept, next_v, next_beta = load_token(next_ptr, head, lanes, columns, mask, H, E, PIECES)
-            square = product(k, k, PIECES)
-            faded = fade(state, kept, PIECES)
-            state, _ = advance(faded, product(faded, k, PIECES), k, square, v, beta, PIECES)
+                at = prepared_ptr + (t + 1) * C
+                next_k, next_kept, next_v, next_beta = rule.load_token(at, head, lanes, columns, mask, H, E, PIECES)
+            square = rule.product(k, k, PIECES)
+            faded = rule.fade(state, kept, PIECES)
+            state, _ = rule.advance(faded, rule.product(faded, k, PIECES), k, square, v, beta, PIECES)
             k, kept, v, beta = next_k, next_kept, next_v, next_beta
-        store_state(state_ptr, state, lanes, columns, mask, E, PIECES)
+        rule.store_state(state_ptr, state, lanes, columns, mask, E, PIECES)
 
 
 def _warps(most: int, width: int, columns: int) -> int:
@@ -122,9 +110,9 @@ def _warps(most: int, width: int, columns: int) -> int:
 
 
 def verify(
-    prepared_TC: torch.Tensor, state_HEF: torch.Tensor, dtype: torch.dtype, *, is_chained: bool = False,
+    prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype, *, is_chained: bool = False,
     num_warps: int | None = None, columns: int = VERIFY_COLUMNS,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """``reference.verify``; a program owns num_warps * columns columns of a head."""
     num_tokens, (num_heads, width, _) = len(prepared_TC), state_HEF.shape
     warps = num_warps or _warps(VERIFY_WARPS if num_heads < 16 else 2 * VERIFY_WARPS, width, columns)
@@ -137,8 +125,8 @@ def verify(
 
 
 def commit(
-    projected_LTC: torch.Tensor, prepared_LTC: torch.Tensor, history_LWC: torch.Tensor, state_LHEF: torch.Tensor,
-    count_1: torch.Tensor, *, is_chained: bool = False, num_warps: int | None = None, columns: int = COMMIT_COLUMNS,
+    projected_LTC: Tensor, prepared_LTC: Tensor, history_LWC: Tensor, state_LHEF: Tensor, count_1: Tensor, *,
+    is_chained: bool = False, num_warps: int | None = None, columns: int = COMMIT_COLUMNS,
 ) -> None:  # fmt: skip
     """``reference.commit``; a program owns num_warps * columns columns of a head."""
     num_layers, num_heads, width, _ = state_LHEF.shape

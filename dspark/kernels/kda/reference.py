@@ -13,6 +13,7 @@ Sources: Kimi Linear (arXiv 2510.26692); fla/ops/kda of flash-linear-attention; 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 CHUNK_TOKENS = 16
@@ -22,12 +23,12 @@ CHUNK_TOKENS = 16
 class DeltaRule(NamedTuple):
     """What the delta rule gives over T tokens: outputs, the update u of every token, and the state after the last."""
 
-    o_BTHF: torch.Tensor
-    deltas_BTHF: torch.Tensor
-    state_BHEF: torch.Tensor
+    o_BTHF: Tensor
+    deltas_BTHF: Tensor
+    state_BHEF: Tensor
 
 
-def short_conv(window_BWC: torch.Tensor, weight_CJ: torch.Tensor) -> torch.Tensor:
+def short_conv(window_BWC: Tensor, weight_CJ: Tensor) -> Tensor:
     """Depthwise causal convolution of J taps, then SiLU; the last tap meets the current token.
 
     Shapes: window_BWC the J-1 inputs before the first token followed by the T inputs (W = J-1+T); returns
@@ -43,7 +44,7 @@ def short_conv(window_BWC: torch.Tensor, weight_CJ: torch.Tensor) -> torch.Tenso
     return functional.silu(y_BTC)
 
 
-def history_after(window_BWC: torch.Tensor, counts_B: torch.Tensor, num_history: int) -> torch.Tensor:
+def history_after(window_BWC: Tensor, counts_B: Tensor, num_history: int) -> Tensor:
     """The ``num_history`` inputs that precede the next token once the first counts_B[b] tokens of a window are taken.
 
     Shapes: window_BWC as in ``short_conv`` (leading dimensions of any number go with counts_B); counts in 0..T.
@@ -52,31 +53,24 @@ def history_after(window_BWC: torch.Tensor, counts_B: torch.Tensor, num_history:
     return window_BWC.take_along_dim(rows_BW.unsqueeze(-1), -2)
 
 
-def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(sum(x^2) + eps)`` over the last dimension, in float32 or higher."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def log_decay(
-    f_BTHE: torch.Tensor, a_log_H: torch.Tensor, dt_bias_HE: torch.Tensor, lower_bound: float
-) -> torch.Tensor:
+def log_decay(f_BTHE: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor, lower_bound: float) -> Tensor:
     """``lower_bound * sigmoid(exp(A_log) (f + dt_bias))``: the log of what a key channel keeps, in (lower_bound, 0)."""
     return lower_bound * torch.sigmoid(a_log_H.exp().unsqueeze(-1) * (f_BTHE + dt_bias_HE))
 
 
-def gated_rms_norm(o: torch.Tensor, weight_F: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_rms_norm(o: Tensor, weight_F: Tensor, gate: Tensor, eps: float) -> Tensor:
     """``o / sqrt(mean(o^2) + eps) * weight * sigmoid(gate)`` over the last dimension, in o's dtype."""
     return functional.rms_norm(o, weight_F.shape, weight_F.to(o.dtype), eps) * torch.sigmoid(gate.to(o.dtype))
 
 
 def recurrence(
-    q_BTHE: torch.Tensor,
-    k_BTHE: torch.Tensor,
-    v_BTHF: torch.Tensor,
-    log_decay_BTHE: torch.Tensor,
-    beta_BTH: torch.Tensor,
-    state_BHEF: torch.Tensor,
+    q_BTHE: Tensor, k_BTHE: Tensor, v_BTHF: Tensor, log_decay_BTHE: Tensor, beta_BTH: Tensor, state_BHEF: Tensor
 ) -> DeltaRule:
     """The delta rule token by token: the definition that every other form must equal."""
     outputs, deltas = [], []
@@ -92,12 +86,7 @@ def recurrence(
 
 
 def chunked(
-    q_BTHE: torch.Tensor,
-    k_BTHE: torch.Tensor,
-    v_BTHF: torch.Tensor,
-    log_decay_BTHE: torch.Tensor,
-    beta_BTH: torch.Tensor,
-    state_BHEF: torch.Tensor,
+    q_BTHE: Tensor, k_BTHE: Tensor, v_BTHF: Tensor, log_decay_BTHE: Tensor, beta_BTH: Tensor, state_BHEF: Tensor
 ) -> DeltaRule:
     """The delta rule in chunks of 16 tokens: matrix products inside a chunk, a loop only from chunk to chunk.
 
@@ -108,19 +97,16 @@ def chunked(
     """
     num_tokens = q_BTHE.shape[1]
     size = min(CHUNK_TOKENS, num_tokens)
-    q, k, v, decay, beta = (  # [B, H, chunks, size, width]
-        _split(x, size)
-        for x in (q_BTHE * q_BTHE.shape[-1] ** -0.5, k_BTHE, v_BTHF, log_decay_BTHE, beta_BTH[..., None])
-    )
+    inputs = (q_BTHE * q_BTHE.shape[-1] ** -0.5, k_BTHE, v_BTHF, log_decay_BTHE, beta_BTH[..., None])
+    q, k, v, decay, beta = (_split(x, size) for x in inputs)  # [B, H, chunks, size, width]
     total = decay.cumsum(3)
     centred = total - total[:, :, :, size // 2, None]
     rise, fall, kept = centred.exp(), (-centred).exp(), total.exp()
     k_out = (k * fall).transpose(-1, -2)
     interactions = beta * (k * rise @ k_out).tril(-1)
     attention = (q * rise @ k_out).tril()
-    solved = torch.linalg.solve_triangular(
-        interactions, beta * torch.cat((v, k * kept), -1), upper=False, unitriangular=True
-    )
+    known = beta * torch.cat((v, k * kept), -1)
+    solved = torch.linalg.solve_triangular(interactions, known, upper=False, unitriangular=True)
     wanted, seen = solved.split((v.shape[-1], k.shape[-1]), -1)
     tail = (k * (total[:, :, :, -1:] - total).exp()).transpose(-1, -2)
     kept_whole = kept[:, :, :, -1].unsqueeze(-1)
@@ -137,12 +123,8 @@ def chunked(
 
 
 def state_after(
-    counts_B: torch.Tensor,
-    k_BTHE: torch.Tensor,
-    log_decay_BTHE: torch.Tensor,
-    deltas_BTHF: torch.Tensor,
-    state_BHEF: torch.Tensor,
-) -> torch.Tensor:
+    counts_B: Tensor, k_BTHE: Tensor, log_decay_BTHE: Tensor, deltas_BTHF: Tensor, state_BHEF: Tensor
+) -> Tensor:
     """The state after the first counts_B[b] of T staged tokens, from the state before them and their updates::
 
         S_n = exp(G_n) S_0 + sum over i <= n of (exp(G_n - G_i) k_i) u_i^T
@@ -157,24 +139,19 @@ def state_after(
     return added_BHEF + last_BHE.exp().unsqueeze(-1) * state_BHEF
 
 
-def _split(x_BTHE: torch.Tensor, size: int) -> torch.Tensor:
+def _split(x_BTHE: Tensor, size: int) -> Tensor:
     padding = -x_BTHE.shape[1] % size
     x_BHTE = functional.pad(x_BTHE, (0, 0, 0, 0, 0, padding)).transpose(1, 2)
     return torch.unflatten(x_BHTE, 2, (-1, size))
 
 
-def _join(x: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _join(x: Tensor, num_tokens: int) -> Tensor:
     return x.flatten(2, 3).transpose(1, 2)[:, :num_tokens]
 
 
 def prepare(
-    projected_TC: torch.Tensor,
-    history_WC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    lower_bound: float,
-) -> torch.Tensor:
+    projected_TC: Tensor, history_WC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor, lower_bound: float
+) -> Tensor:
     """What of a layer's in-projection is elementwise or along tokens, in float32 or higher.
 
     Shapes: projected_TC rows [q | k | v | f | g | b] of widths HE, HE, HF, HE, HF, H (E = F); history_WC the J - 1
@@ -189,17 +166,13 @@ def prepare(
     return torch.cat((mixed_BTC[0], decay_THE.flatten(1), gates_TC.sigmoid()), -1)
 
 
-def verify(prepared_TC: torch.Tensor, state_HEF: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def verify(prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype) -> Tensor:
     """The outputs [T, H, F] in ``dtype`` of T further prepared tokens of one sequence; changes nothing."""
     return _replay(prepared_TC, state_HEF).o_BTHF[0].to(dtype)
 
 
 def commit(
-    projected_LTC: torch.Tensor,
-    prepared_LTC: torch.Tensor,
-    history_LWC: torch.Tensor,
-    state_LHEF: torch.Tensor,
-    count_1: torch.Tensor,
+    projected_LTC: Tensor, prepared_LTC: Tensor, history_LWC: Tensor, state_LHEF: Tensor, count_1: Tensor
 ) -> None:
     """Bring the states and histories of L layers the first ``count_1`` (0..T, int64) of their T tokens on, in place."""
     count = int(count_1)
@@ -210,7 +183,7 @@ def commit(
         history_LWC.copy_(torch.cat((history_LWC, inputs_LTC), 1)[:, count:])
 
 
-def _replay(prepared_TC: torch.Tensor, state_HEF: torch.Tensor) -> DeltaRule:
+def _replay(prepared_TC: Tensor, state_HEF: Tensor) -> DeltaRule:
     num_heads, width, _ = state_HEF.shape
     *rows_THE, beta_TH = prepared_TC.split((*(5 * [num_heads * width]), num_heads), -1)
     q, k, v, decay, _ = (x.unflatten(-1, (num_heads, width))[None] for x in rows_THE)

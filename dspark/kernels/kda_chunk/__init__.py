@@ -1,26 +1,17 @@
 """Kimi Delta Attention over whole packed sequences, chunk by chunk: what reading a prompt takes."""
 
 import torch
+from torch import Tensor
 
-from dspark.kernels.checks import expect
+from dspark.kernels.checks import check
 from dspark.kernels.chunks import Chunks
 from dspark.kernels.kda_chunk import reference
 
-__all__ = ["read"]
-
 
 def read(
-    projected_NC: torch.Tensor,
-    history_BWC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    norm_F: torch.Tensor,
-    state_BHEF: torch.Tensor,
-    lower_bound: float,
-    eps: float,
-    chunks: Chunks,
-) -> torch.Tensor:
+    projected_NC: Tensor, history_BWC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor, norm_F: Tensor,
+    state_BHEF: Tensor, lower_bound: float, eps: float, chunks: Chunks,
+) -> Tensor:  # fmt: skip
     """The normed and gated outputs of B packed sequences, which go on from their states; brings these on in place.
 
     Shapes: projected_NC rows [q | k | v | f | g | b] of widths HE, HE, HF, HE, HF, H (E = F), N the sum of the
@@ -29,15 +20,12 @@ def read(
     Returns: o_NHF in the projection's dtype. Raises: ValueError on a shape, dtype or stride that does not fit.
     Source: specs/ling-3.0.md section 4.4; Kimi Linear (arXiv 2510.26692).
     """
-    batch, (heads, width), num_taps = len(chunks.lengths), dt_bias_HE.shape, conv_CJ.shape[1]
-    inner, dtype = heads * width, projected_NC.dtype
-    expect("projected_NC", projected_NC, (sum(chunks.lengths), 5 * inner + heads), dtype)
-    expect("history_BWC", history_BWC, (batch, num_taps - 1, 3 * inner), dtype)
-    expect("conv_CJ", conv_CJ, (3 * inner, num_taps))
-    expect("a_log_H", a_log_H, (heads,))
-    expect("dt_bias_HE", dt_bias_HE, (heads, width))
-    expect("norm_F", norm_F, (width,))
-    expect("state_BHEF", state_BHEF, (batch, heads, width, width), torch.promote_types(dtype, torch.float32))
+    (heads, width), dtype = dt_bias_HE.shape, projected_NC.dtype
+    check({"N": sum(chunks.lengths), "C": heads * (5 * width + 1)}, dtype, projected_NC=projected_NC)
+    sizes = {"B": len(chunks.lengths), "C": 3 * heads * width, "F": width, "W": conv_CJ.shape[1] - 1}
+    sizes = check(sizes, dt_bias_HE=dt_bias_HE, a_log_H=a_log_H, conv_CJ=conv_CJ, norm_F=norm_F)
+    check(sizes, dtype, history_BWC=history_BWC)
+    check(sizes, torch.promote_types(dtype, torch.float32), state_BHEF=state_BHEF)
     inputs = (projected_NC, history_BWC, conv_CJ, a_log_H, dt_bias_HE, norm_F, state_BHEF, lower_bound, eps, chunks)
     if not projected_NC.is_cuda:
         return reference.read(*inputs)

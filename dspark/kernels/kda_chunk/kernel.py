@@ -17,6 +17,7 @@ Source: specs/ling-3.0.md section 4.4; the order of work follows fla/ops/kda of 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.kda_chunk.reference import Chunks
@@ -193,14 +194,13 @@ def output_kernel(
 
 
 def read(
-    projected_NC: torch.Tensor, history_BWC: torch.Tensor, conv_CJ: torch.Tensor, a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor, norm_F: torch.Tensor, state_BHEF: torch.Tensor, lower_bound: float, eps: float,
-    chunks: Chunks,
-) -> torch.Tensor:  # fmt: skip
+    projected_NC: Tensor, history_BWC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor, norm_F: Tensor,
+    state_BHEF: Tensor, lower_bound: float, eps: float, chunks: Chunks,
+) -> Tensor:  # fmt: skip
     """See the package. float32, whose products are exact (Triton 3.6 leaves its shared memory in "tf32x3"), spills: it
     is there for tests and small models."""
     batch, heads, width, _ = state_BHEF.shape
-    padded, size, num_chunks = max(16, triton.next_power_of_2(width)), chunks.chunk_tokens, len(chunks.chunks_M4)
+    padded, size, num_chunks = launch.padded(width), chunks.chunk_tokens, len(chunks.chunks_M4)
     stored, precision, warps, num_stages = torch.bfloat16, "tf32", (PREPARE_WARPS, SCAN_WARPS, 4), SCAN_STAGES
     if projected_NC.dtype == torch.float32:  # tiles twice as large: no room to load ahead
         stored, precision, warps, num_stages = torch.float32, "ieee", (16, 8, 8), 1

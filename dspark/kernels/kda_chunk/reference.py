@@ -1,30 +1,22 @@
 """Kimi Delta Attention over packed sequences, defined."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels import kda
 from dspark.kernels.chunks import Chunks
 
 
 def read(
-    projected_NC: torch.Tensor,
-    history_BWC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    norm_F: torch.Tensor,
-    state_BHEF: torch.Tensor,
-    lower_bound: float,
-    eps: float,
-    chunks: Chunks,
-) -> torch.Tensor:
+    projected_NC: Tensor, history_BWC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor, norm_F: Tensor,
+    state_BHEF: Tensor, lower_bound: float, eps: float, chunks: Chunks,
+) -> Tensor:  # fmt: skip
     """``kda.chunked`` and ``kda.gated_rms_norm`` over one sequence after the other, in the state's dtype."""
     heads, width = dt_bias_HE.shape
     outputs = []
-    for projected_TC, history_WC, state_HEF in zip(
-        projected_NC.split(chunks.lengths), history_BWC, state_BHEF, strict=True
-    ):
-        sizes = (len(conv_CJ), heads * width, heads * width, heads)
+    sizes = (len(conv_CJ), heads * width, heads * width, heads)
+    sequences = zip(projected_NC.split(chunks.lengths), history_BWC, state_BHEF, strict=True)
+    for projected_TC, history_WC, state_HEF in sequences:
         inputs_TC, f_TC, g_TC, b_TH = projected_TC.to(state_HEF.dtype).split(sizes, 1)
         window_BWC = torch.cat((history_WC.to(state_HEF.dtype), inputs_TC))[None]
         q, k, v = kda.short_conv(window_BWC, conv_CJ).unflatten(-1, (3, heads, width)).unbind(2)

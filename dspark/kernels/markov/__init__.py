@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import expect
+from dspark.kernels.checks import check, check_counters
 from dspark.kernels.markov import reference
-
-__all__ = ["step"]
 
 
 def step(
@@ -27,21 +25,11 @@ def step(
     Raises: ValueError for another shape or dtype.
     Source: DSpark (arXiv 2607.05147), sequential head; Gumbel-max sampling: Maddison et al. 2014 (arXiv 1411.0030).
     """
-    wide, (num_rows, rank) = torch.promote_types(w2_VR.dtype, torch.float32), w2_VR.shape
-    num_mixed = 1 if row_1 is None else len(mixed_NR)
-    options = (noise_V, inverse_temperature_1, logits_V)
-    for name, tensor, shape, dtype in (
-        ("w2_VR", w2_VR, (num_rows, rank), w2_VR.dtype),
-        ("mixed_NR", mixed_NR, (num_mixed, rank), w2_VR.dtype),
-        ("base_V", base_V, (num_rows,), wide),
-        ("counters", counters, (max(1, counters.numel()),), torch.int32),
-        ("row_1", row_1, (1,), torch.int64),
-        ("noise_V", noise_V, (num_rows,), wide),
-        ("inverse_temperature_1", inverse_temperature_1, (1,), wide),
-        ("logits_V", logits_V, (num_rows,), wide),
-    ):
-        if tensor is not None:
-            expect(name, tensor, shape, dtype)
+    options, wide = (noise_V, inverse_temperature_1, logits_V), torch.promote_types(w2_VR.dtype, torch.float32)
+    sizes = check({"N": 1} if row_1 is None else {}, w2_VR.dtype, w2_VR=w2_VR, mixed_NR=mixed_NR)
+    check(sizes, wide, base_V=base_V, noise_V=noise_V, logits_V=logits_V, inverse_temperature_1=inverse_temperature_1)
+    check({}, torch.int64, row_1=row_1)
+    check_counters(counters)
     if not base_V.is_cuda:
         return reference.step(base_V, mixed_NR, row_1, w2_VR, first_id, *options)
     from dspark.kernels.markov import kernel  # Triton, which a CPU may lack

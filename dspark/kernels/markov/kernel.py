@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark.kernels import launch
-from dspark.kernels.launch import signal, wait
 
 HELD = {2: 16384, 4: 4096}
 """Numbers of W2 a program, by their bytes: 64 rows of 256 in bfloat16, 64 registers a thread."""
@@ -41,8 +40,7 @@ def step_kernel(
         else:
             w = tl.load(at + chunk, mask=(chunk + place < RANK)[None, :], other=0.0)
         held = held + (w,)  # noqa: RUF005
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     logit = tl.load(base + rows, mask=is_row, other=float("-inf"))  # past the end: the last, with the largest row
     score_noise = tl.load(noise + rows, mask=is_row, other=0.0) if HAS_NOISE else 0.0
     scale = tl.load(inverse_temperature) if HAS_TEMPERATURE else 1.0

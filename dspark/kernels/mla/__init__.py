@@ -6,9 +6,9 @@ the plain form of whole packed sequences.
 """
 
 import torch
+from torch import Tensor
 
-from dspark.kernels import MAX_TOKENS
-from dspark.kernels.checks import expect
+from dspark.kernels.checks import check, check_window
 from dspark.kernels.chunks import Chunks
 from dspark.kernels.mla import reference
 from dspark.kernels.mla.reference import BLOCK_ROWS, PACKED_ROWS, absorbed_attention, causal_attention
@@ -18,15 +18,9 @@ __all__ += ["finish"]
 
 
 def attend_packed(
-    q_NHE: torch.Tensor,
-    turned_NHR: torch.Tensor,
-    k_JHE: torch.Tensor,
-    turned_JR: torch.Tensor,
-    v_JHF: torch.Tensor,
-    gate_NH: torch.Tensor,
-    chunks: Chunks,
+    q_NHE: Tensor, turned_NHR: Tensor, k_JHE: Tensor, turned_JR: Tensor, v_JHF: Tensor, gate_NH: Tensor, chunks: Chunks,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention of B packed sequences, each head gated: a score is ``(q k + turned_q turned_k) scale``.
 
     Shapes: N rows of all sequences, cut into ``chunks`` (of ``PACKED_ROWS``, for a GPU); J = N keys, or for a single
@@ -34,19 +28,13 @@ def attend_packed(
     that all heads share. gate_NH before the sigmoid. q, turned, turned_JR and gate may be strided views of rows.
     Returns: o_NHF in the queries' dtype. Raises: ValueError for another shape, dtype or stride.
     """
-    (num_rows, heads, width), dtype, num_keys = q_NHE.shape, q_NHE.dtype, len(k_JHE)
-    rope, value_width = turned_JR.shape[-1], v_JHF.shape[-1]
+    num_rows, num_keys = len(q_NHE), len(k_JHE)
     if sum(chunks.lengths) != num_rows or num_keys < num_rows or (num_keys > num_rows and len(chunks.lengths) > 1):
         found = f"{num_rows} rows, {num_keys} keys and sequences of {list(chunks.lengths)}"
-        raise ValueError(
-            f"expected as many rows and keys as the sequences have (one may have more keys), found {found}"
-        )
-    expect("q_NHE", q_NHE, (num_rows, heads, width), dtype, num_strided=2)
-    expect("turned_NHR", turned_NHR, (num_rows, heads, rope), dtype, num_strided=1)
-    expect("k_JHE", k_JHE, (num_keys, heads, width), dtype)
-    expect("turned_JR", turned_JR, (num_keys, rope), dtype, num_strided=1)
-    expect("v_JHF", v_JHF, (num_keys, heads, value_width), dtype)
-    expect("gate_NH", gate_NH, (num_rows, heads), dtype, num_strided=1)
+        raise ValueError(f"expected as many rows and keys as the sequences have (one: more keys, too), found {found}")
+    sizes = check({}, q_NHE.dtype, num_strided=2, q_NHE=q_NHE)
+    sizes = check(sizes, q_NHE.dtype, k_JHE=k_JHE, v_JHF=v_JHF)
+    check(sizes, q_NHE.dtype, num_strided=1, turned_NHR=turned_NHR, turned_JR=turned_JR, gate_NH=gate_NH)
     inputs = (q_NHE, turned_NHR, k_JHE, turned_JR, v_JHF, gate_NH, chunks, scale)
     if not q_NHE.is_cuda:
         return reference.attend_packed(*inputs)
@@ -56,16 +44,9 @@ def attend_packed(
 
 
 def absorb(
-    projected_TC: torch.Tensor,
-    norm_weight_C: torch.Tensor,
-    eps: float,
-    keys_HEC: torch.Tensor,
-    angles_JE2: torch.Tensor,
-    rows_JC: torch.Tensor,
-    length_1: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> torch.Tensor:
+    projected_TC: Tensor, norm_weight_C: Tensor, eps: float, keys_HEC: Tensor, angles_JE2: Tensor, rows_JC: Tensor,
+    length_1: Tensor, *, is_chained: bool = False,
+) -> Tensor:  # fmt: skip
     """Absorbed queries of T tokens; writes the tokens' cache rows at ``length .. length+T-1`` of rows_JC in place.
 
     Shapes: projected_TC rows ``q (heads of nope | rope) | kv_a (latent | rope) | ...``, what follows is not read;
@@ -76,19 +57,16 @@ def absorb(
     Raises: ValueError for another shape or dtype.
     Source: specs/ling-3.0.md section 5.
     """
-    num_heads, nope, latent = keys_HEC.shape
-    num_rows, rope = rows_JC.shape[0], rows_JC.shape[1] - latent
-    dtype = projected_TC.dtype
-    num_tokens, width = projected_TC.shape
-    needed = num_heads * (nope + rope) + latent + rope
-    if not 1 <= num_tokens <= MAX_TOKENS or width < needed:
-        raise ValueError(f"projected_TC: expected 1..16 tokens of at least {needed}, found {list(projected_TC.shape)}")
-    expect("projected_TC", projected_TC, (num_tokens, width), dtype, num_strided=1)
-    expect("norm_weight_C", norm_weight_C, (latent,), dtype)
-    expect("keys_HEC", keys_HEC, (num_heads, nope, latent), dtype, num_strided=1)
-    expect("angles_JE2", angles_JE2, (num_rows, rope // 2, 2), torch.promote_types(dtype, torch.float32))
-    expect("rows_JC", rows_JC, (num_rows, latent + rope), dtype, num_strided=1)
-    expect("length_1", length_1, (1,), torch.int64)
+    dtype, (num_heads, nope, latent), (num_rows, width) = projected_TC.dtype, keys_HEC.shape, rows_JC.shape
+    check_window("projected_TC", len(projected_TC))
+    least = num_heads * (nope + width - latent) + width  # queries, then a row
+    check({"C": max(least, projected_TC.shape[-1])}, dtype, num_strided=1, projected_TC=projected_TC)
+    check({"C": latent}, dtype, norm_weight_C=norm_weight_C)
+    check({}, dtype, num_strided=1, keys_HEC=keys_HEC)
+    check({}, dtype, num_strided=1, rows_JC=rows_JC)
+    sizes = {"J": num_rows, "E": (width - latent) // 2}
+    check(sizes, torch.promote_types(dtype, torch.float32), angles_JE2=angles_JE2)
+    check({}, torch.int64, length_1=length_1)
     inputs = (projected_TC, norm_weight_C, eps, keys_HEC, angles_JE2, rows_JC, length_1)
     if not projected_TC.is_cuda:
         return reference.absorb(*inputs)
@@ -98,15 +76,9 @@ def absorb(
 
 
 def attend(
-    q_THC: torch.Tensor,
-    rows_JC: torch.Tensor,
-    length_1: torch.Tensor,
-    value_width: int,
-    scale: float,
-    num_splits: int,
-    *,
+    q_THC: Tensor, rows_JC: Tensor, length_1: Tensor, value_width: int, scale: float, num_splits: int, *,
     is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of absorbed queries on the cached rows, in splits: token t sees the rows ``0 .. length+t``.
 
     The cache is cut into blocks of rows and split s reads the blocks s, s + num_splits, ...: a row's split depends on
@@ -119,13 +91,13 @@ def attend(
     length+T-1`` but not the length nor the rows before it, which are read early.
     Raises: ValueError for another shape or dtype.
     """
-    num_tokens, num_heads, width = q_THC.shape
-    if not 1 <= num_tokens <= MAX_TOKENS or not 0 < value_width <= width or num_splits < 1:
-        found = f"{num_tokens} tokens, value_width {value_width} and {num_splits} splits"
-        raise ValueError(f"expected 1..16 tokens, a value_width in 1..{width} and at least one split, found {found}")
-    expect("q_THC", q_THC, (num_tokens, num_heads, width), q_THC.dtype)
-    expect("rows_JC", rows_JC, (rows_JC.shape[0], width), q_THC.dtype, num_strided=1)
-    expect("length_1", length_1, (1,), torch.int64)
+    check_window("q_THC", len(q_THC))
+    width = check({}, q_THC.dtype, q_THC=q_THC)["C"]
+    check({"C": width}, q_THC.dtype, num_strided=1, rows_JC=rows_JC)
+    check({}, torch.int64, length_1=length_1)
+    if not 0 < value_width <= width or num_splits < 1:
+        found = f"value_width {value_width} and {num_splits} splits"
+        raise ValueError(f"expected a value_width in 1..{width} and at least one split, found {found}")
     if not q_THC.is_cuda:
         return reference.attend(q_THC, rows_JC, length_1, value_width, scale, num_splits)
     from dspark.kernels.mla import kernel
@@ -134,13 +106,8 @@ def attend(
 
 
 def finish(
-    context_STHC: torch.Tensor,
-    lse_STH: torch.Tensor,
-    values_HFC: torch.Tensor,
-    gate_TH: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> torch.Tensor:
+    context_STHC: Tensor, lse_STH: Tensor, values_HFC: Tensor, gate_TH: Tensor, *, is_chained: bool = False
+) -> Tensor:
     """Merge the splits, expand the latent to values, and gate every head: the input of the output projection.
 
     Shapes: context and lse as ``attend`` gives them (every token sees a row in some split); values_HFC
@@ -148,13 +115,10 @@ def finish(
     in-projection's output. Returns o_THF in the gate's dtype. Merged context, value and gate are each rounded to it.
     Raises: ValueError for another shape or dtype.
     """
-    num_splits, num_tokens, num_heads, latent = context_STHC.shape
     dtype = gate_TH.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    expect("context_STHC", context_STHC, (num_splits, num_tokens, num_heads, latent), dtype)
-    expect("lse_STH", lse_STH, (num_splits, num_tokens, num_heads), wide)
-    expect("values_HFC", values_HFC, (num_heads, values_HFC.shape[1], latent), dtype, num_strided=1)
-    expect("gate_TH", gate_TH, (num_tokens, num_heads), dtype, num_strided=1)
+    sizes = check({}, dtype, context_STHC=context_STHC)
+    check(sizes, torch.promote_types(dtype, torch.float32), lse_STH=lse_STH)
+    check(sizes, dtype, num_strided=1, values_HFC=values_HFC, gate_TH=gate_TH)
     if not gate_TH.is_cuda:
         return reference.finish(context_STHC, lse_STH, values_HFC, gate_TH)
     from dspark.kernels.mla import kernel

@@ -15,9 +15,9 @@ those: a token's bits depend on neither.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
-from dspark.kernels.launch import prefetch_lines, signal, wait
 from dspark.kernels.mla.reference import BLOCK_ROWS
 
 COLUMNS, AHEAD = 32, 64
@@ -46,7 +46,7 @@ def prefetch_block(
     """Ask a block's rows before ``end`` into L2."""
     BYTES: tl.constexpr = STRIDE * rows.dtype.element_ty.primitive_bitwidth // 8
     first = tl.cast(block, tl.int64) * BLOCK
-    prefetch_lines(rows, first * BYTES // 128, tl.minimum(first + BLOCK, end) * BYTES, LINES, IS_CHAINED)
+    launch.prefetch_lines(rows, first * BYTES // 128, tl.minimum(first + BLOCK, end) * BYTES, LINES, IS_CHAINED)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -65,8 +65,7 @@ def absorb_kernel(
         pair_E = tl.arange(0, PAIRS_PAD)
         head_H = tl.arange(0, HEADS_PAD)[:, None]
         weight_C = tl.load(norm_weight + place_C, mask=place_C < LATENT, other=0.0).to(tl.float32)
-        wait(IS_CHAINED)
-        signal(IS_CHAINED)
+        launch.follow(IS_CHAINED)
         source = projected + token * PROJECTED_STRIDE
         key = source + HEADS * (NOPE + ROPE)
         latent_C = tl.load(key + place_C, mask=place_C < LATENT, other=0.0).to(tl.float32)
@@ -102,8 +101,7 @@ def absorb_kernel(
         is_key_EC = (place_E < NOPE)[:, None] & (column_C < LATENT)[None, :]
         keys_EC = keys + head * KEYS_STRIDE + place_E[:, None] * LATENT + column_C[None, :]
         keys_EC = tl.load(keys_EC, mask=is_key_EC, other=0.0)
-        wait(IS_CHAINED)
-        signal(IS_CHAINED)
+        launch.follow(IS_CHAINED)
         prefetch_block(rows, program, tl.minimum(tl.load(length), num_rows), ROWS_STRIDE, AHEAD, LINES, IS_CHAINED)
         is_token_T = token_T < num_tokens
         q_TE = projected + token_T[:, None] * PROJECTED_STRIDE + head * (NOPE + ROPE) + place_E[None, :]
@@ -151,9 +149,7 @@ def queries(
 
 
 @triton.jit
-def fold(
-    latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT: tl.constexpr
-):  # fmt: skip
+def fold(latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT: tl.constexpr):
     """Cached rows J join the softmax of query rows N, of which each sees the rows up to its end."""
     scores_JN = tl.dot(latent_JC.to(DOT), tl.trans(q_NC.to(DOT)), input_precision="ieee")
     scores_JN = tl.dot(rope_JE.to(DOT), tl.trans(q_NE.to(DOT)), scores_JN, input_precision="ieee")
@@ -163,9 +159,7 @@ def fold(
     fade_N = tl.exp2(max_N - base_N)
     p_JN = tl.exp2(scores_JN - base_N[None, :])
     sum_N = sum_N * fade_N + tl.sum(p_JN, 0)
-    context_CN = tl.dot(
-        tl.trans(latent_JC.to(DOT)), p_JN.to(DOT), context_CN * fade_N[None, :], input_precision="ieee"
-    )  # fmt: skip
+    context_CN = tl.dot(tl.trans(latent_JC.to(DOT)), p_JN.to(DOT), context_CN * fade_N[None, :], input_precision="ieee")
     return new_max_N, sum_N, context_CN
 
 
@@ -202,8 +196,7 @@ def attend_kernel(
     )  # fmt: skip
     if IS_LONG:
         prefetch_block(rows, split + HELD * num_splits, written, ROWS_STRIDE, BLOCK, LINES, IS_CHAINED)
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, count)
     limit = tl.minimum(committed + (end - 1) // HEADS + 1, num_rows)
@@ -244,13 +237,9 @@ def finish_kernel(
     dtype: tl.constexpr = o.dtype.element_ty
     column_F = tile * COLUMNS + tl.arange(0, COLUMNS)
     place_C = tl.arange(0, LATENT_PAD)
-    values_FC = tl.load(
-        values + head * VALUES_STRIDE + column_F[:, None] * LATENT + place_C[None, :],
-        mask=(column_F < WIDTH)[:, None] & (place_C < LATENT)[None, :],
-        other=0.0,
-    )
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    at_FC = values + head * VALUES_STRIDE + column_F[:, None] * LATENT + place_C[None, :]
+    values_FC = tl.load(at_FC, mask=(column_F < WIDTH)[:, None] & (place_C < LATENT)[None, :], other=0.0)
+    launch.follow(IS_CHAINED)
     opening = tl.load(gate + token * GATE_STRIDE + head).to(tl.float32)
     lse_G, parts_GC = (), ()  # all loads before the first number is needed
     for first in tl.static_range(0, SPLITS, GROUP):
@@ -276,24 +265,24 @@ def finish_kernel(
     tl.store(o + row * WIDTH + column_F, (o_F * opened).to(dtype), mask=column_F < WIDTH)
 
 
-def num_lines(rows_JC: torch.Tensor, count: int) -> int:
+def num_lines(rows_JC: Tensor, count: int) -> int:
     """How many lines of 128 bytes ``count`` rows take, as a power of two."""
     return int(triton.next_power_of_2(triton.cdiv(count * rows_JC.stride(0) * rows_JC.element_size(), 128)))
 
 
 def absorb(
-    projected_TC: torch.Tensor, norm_weight_C: torch.Tensor, eps: float, keys_HEC: torch.Tensor,
-    angles_JE2: torch.Tensor, rows_JC: torch.Tensor, length_1: torch.Tensor, *, is_chained: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    projected_TC: Tensor, norm_weight_C: Tensor, eps: float, keys_HEC: Tensor, angles_JE2: Tensor, rows_JC: Tensor,
+    length_1: Tensor, *, is_chained: bool = False,
+) -> Tensor:  # fmt: skip
     """See the package."""
     num_heads, nope, latent = keys_HEC.shape
     num_tokens, (num_rows, width) = len(projected_TC), rows_JC.shape
     q_THC = projected_TC.new_empty(num_tokens, num_heads, width)
-    columns = min(COLUMNS, max(16, triton.next_power_of_2(latent)))
+    columns = min(COLUMNS, launch.padded(latent))
     absorb_kernel[(num_tokens + num_heads * triton.cdiv(latent, columns),)](
         projected_TC, norm_weight_C, keys_HEC, angles_JE2, rows_JC, length_1, q_THC, eps, num_tokens, num_rows,
         projected_TC.stride(0), keys_HEC.stride(0), rows_JC.stride(0), HEADS=num_heads, NOPE=nope, ROPE=width - latent,
-        LATENT=latent, NOPE_PAD=max(16, triton.next_power_of_2(nope)), HEADS_PAD=triton.next_power_of_2(num_heads),
+        LATENT=latent, NOPE_PAD=launch.padded(nope), HEADS_PAD=triton.next_power_of_2(num_heads),
         PAIRS_PAD=triton.next_power_of_2((width - latent) // 2), LATENT_PAD=triton.next_power_of_2(latent),
         COLUMNS=columns, TOKENS=MAX_TOKENS, AHEAD=AHEAD, LINES=num_lines(rows_JC, AHEAD),
         DOT=launch.dot_dtype(projected_TC.dtype), num_warps=4, **launch.options(is_chained),
@@ -302,9 +291,9 @@ def absorb(
 
 
 def attend(
-    q_THC: torch.Tensor, rows_JC: torch.Tensor, length_1: torch.Tensor, value_width: int, scale: float,
-    num_splits: int, *, is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q_THC: Tensor, rows_JC: Tensor, length_1: Tensor, value_width: int, scale: float, num_splits: int, *,
+    is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See the package."""
     num_tokens, num_heads, width = q_THC.shape
     num_steps = triton.cdiv(triton.cdiv(len(rows_JC), BLOCK_ROWS), num_splits)
@@ -315,8 +304,8 @@ def attend(
     attend_kernel[(num_splits, num_tiles)](
         q_THC, rows_JC, length_1, context_STHC, lse_STH, scale * 1.4426950408889634, num_tokens, len(rows_JC),
         num_splits, triton.cdiv(num_tokens * num_heads, num_tiles), ROWS_STRIDE=rows_JC.stride(0), HEADS=num_heads,
-        VALUE=value_width, ROPE=width - value_width, VALUE_PAD=max(16, triton.next_power_of_2(value_width)),
-        ROPE_PAD=max(16, triton.next_power_of_2(width - value_width)), TILE=tile, BLOCK=BLOCK_ROWS, HELD=held,
+        VALUE=value_width, ROPE=width - value_width, VALUE_PAD=launch.padded(value_width),
+        ROPE_PAD=launch.padded(width - value_width), TILE=tile, BLOCK=BLOCK_ROWS, HELD=held,
         LINES=num_lines(rows_JC, BLOCK_ROWS), IS_LONG=num_steps > held, DOT=launch.dot_dtype(q_THC.dtype), num_warps=8,
         num_stages=num_stages, **launch.options(is_chained),
     )  # fmt: skip
@@ -324,9 +313,8 @@ def attend(
 
 
 def finish(
-    context_STHC: torch.Tensor, lse_STH: torch.Tensor, values_HFC: torch.Tensor, gate_TH: torch.Tensor, *,
-    is_chained: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    context_STHC: Tensor, lse_STH: Tensor, values_HFC: Tensor, gate_TH: Tensor, *, is_chained: bool = False
+) -> Tensor:
     """See the package. 128 values a program: 72 at 9 tokens of 8 heads, each row merged once."""
     num_splits, num_tokens, num_heads, latent = context_STHC.shape
     width = values_HFC.shape[1]

@@ -10,11 +10,12 @@ Source: FlashAttention-2 (arXiv 2307.08691).
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.chunks import Chunks
 
-SHAPE = {"keys": 64, "num_warps": 8, "num_stages": 3}
+SHAPE = {"KEYS": 64, "num_warps": 8, "num_stages": 3}
 """In 16 bits, for chunks of ``PACKED_ROWS``: a warp owns 16 rows, keys are on their way two blocks ahead."""
 LOG2_E = 1.4426950408889634
 
@@ -92,25 +93,19 @@ def packed_kernel(
 
 
 def attend_packed(
-    q_NHE: torch.Tensor, turned_NHR: torch.Tensor, k_JHE: torch.Tensor, turned_JR: torch.Tensor, v_JHF: torch.Tensor,
-    gate_NH: torch.Tensor, chunks: Chunks, scale: float,
-) -> torch.Tensor:  # fmt: skip
+    q_NHE: Tensor, turned_NHR: Tensor, k_JHE: Tensor, turned_JR: Tensor, v_JHF: Tensor, gate_NH: Tensor, chunks: Chunks,
+    scale: float,
+) -> Tensor:  # fmt: skip
     """See ``dspark.kernels.mla.attend_packed``."""
     num_rows, heads, width = q_NHE.shape
     rope, value_width = turned_JR.shape[1], v_JHF.shape[2]
     o_NHF = q_NHE.new_empty(num_rows, heads, value_width)
-    shape = SHAPE if q_NHE.dtype != torch.float32 else SHAPE | {"keys": 16, "num_stages": 1}
+    shape = SHAPE if q_NHE.dtype != torch.float32 else SHAPE | {"KEYS": 16, "num_stages": 1}
     packed_kernel[(len(chunks.chunks_M4), heads)](
         o_NHF, q_NHE, turned_NHR, k_JHE, turned_JR, v_JHF, gate_NH, chunks.chunks_M4, len(k_JHE) - num_rows,
         scale * LOG2_E, Q_STRIDE=q_NHE.stride(0), Q_HEAD=q_NHE.stride(1), TURNED_STRIDE=turned_NHR.stride(0),
         TURNED_K_STRIDE=turned_JR.stride(0), GATE_STRIDE=gate_NH.stride(0), HEADS=heads, E=width, R=rope,
-        F=value_width, E_PAD=_padded(width), R_PAD=_padded(rope), F_PAD=_padded(value_width),
-        ROWS=chunks.chunk_tokens, KEYS=shape["keys"], DOT=launch.dot_dtype(q_NHE.dtype), num_warps=shape["num_warps"],
-        num_stages=shape["num_stages"],
+        F=value_width, E_PAD=launch.padded(width), R_PAD=launch.padded(rope), F_PAD=launch.padded(value_width),
+        ROWS=chunks.chunk_tokens, DOT=launch.dot_dtype(q_NHE.dtype), **shape,
     )  # fmt: skip
     return o_NHF
-
-
-def _padded(width: int) -> int:
-    """What a product takes: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(width))

@@ -1,6 +1,7 @@
 """Latent attention, defined. E width of a key, F width of a value, C width of a cached row, J cached rows."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
@@ -13,7 +14,7 @@ BLOCK_ROWS = 64
 """Cached rows a block, the unit that splits share out: part of a result's bits."""
 
 
-def causal_attention(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHF: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_attention(q_BTHE: Tensor, k_BTHE: Tensor, v_BTHF: Tensor, scale: float) -> Tensor:
     """Attention of every token on itself and the tokens before it, rows starting together at position 0.
 
     Rows padded on the right need no mask: no true token sees the padding.
@@ -24,15 +25,9 @@ def causal_attention(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHF: torch.T
 
 
 def attend_packed(
-    q_NHE: torch.Tensor,
-    turned_NHR: torch.Tensor,
-    k_JHE: torch.Tensor,
-    turned_JR: torch.Tensor,
-    v_JHF: torch.Tensor,
-    gate_NH: torch.Tensor,
-    chunks: Chunks,
+    q_NHE: Tensor, turned_NHR: Tensor, k_JHE: Tensor, turned_JR: Tensor, v_JHF: Tensor, gate_NH: Tensor, chunks: Chunks,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Sequence by sequence, the last query on all keys; output and gate are each rounded before their product."""
     past, lengths, heads = len(k_JHE) - len(q_NHE), list(chunks.lengths), k_JHE.shape[1]
     seen = [past + lengths[0], *lengths[1:]]
@@ -48,9 +43,7 @@ def attend_packed(
     return torch.cat(outputs) * gate_NH.to(wide).sigmoid().to(gate_NH.dtype).unsqueeze(-1)
 
 
-def absorbed_attention(
-    q_BTHC: torch.Tensor, rows_BJC: torch.Tensor, bias_BTJ: torch.Tensor, value_width: int, scale: float
-) -> torch.Tensor:
+def absorbed_attention(q_BTHC: Tensor, rows_BJC: Tensor, bias_BTJ: Tensor, value_width: int, scale: float) -> Tensor:
     """Attention of absorbed queries on cached rows ``latent | rotated key``; all heads share the rows.
 
     Shapes: bias_BTJ is 0 where token t may see row j and -inf elsewhere; returns the weighted sum of the first
@@ -67,14 +60,9 @@ def absorbed_attention(
 
 
 def absorb(
-    projected_TC: torch.Tensor,
-    norm_weight_C: torch.Tensor,
-    eps: float,
-    keys_HEC: torch.Tensor,
-    angles_JE2: torch.Tensor,
-    rows_JC: torch.Tensor,
-    length_1: torch.Tensor,
-) -> torch.Tensor:
+    projected_TC: Tensor, norm_weight_C: Tensor, eps: float, keys_HEC: Tensor, angles_JE2: Tensor, rows_JC: Tensor,
+    length_1: Tensor,
+) -> Tensor:  # fmt: skip
     """Absorbed queries [T, H, latent + rope]; writes the tokens' cache rows behind the first ``length``.
 
     Roundings as in a latent attention block: the rotation and the norm in float32 or higher, each rounded once; the
@@ -99,13 +87,8 @@ def absorb(
 
 
 def attend(
-    q_THC: torch.Tensor,
-    rows_JC: torch.Tensor,
-    length_1: torch.Tensor,
-    value_width: int,
-    scale: float,
-    num_splits: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_THC: Tensor, rows_JC: Tensor, length_1: Tensor, value_width: int, scale: float, num_splits: int
+) -> tuple[Tensor, Tensor]:
     """Softmax and weighted sum over the rows of each split alone; split s has the blocks s, s + num_splits, ...
 
     Shapes: context_STHC [num_splits, T, H, value_width] in q's dtype (0 where a split sees no row) and lse_STH, float32
@@ -124,9 +107,7 @@ def attend(
     return context_STHC.to(q_THC.dtype), scores_STHJ.logsumexp(-1)
 
 
-def finish(
-    context_STHC: torch.Tensor, lse_STH: torch.Tensor, values_HFC: torch.Tensor, gate_TH: torch.Tensor
-) -> torch.Tensor:
+def finish(context_STHC: Tensor, lse_STH: Tensor, values_HFC: Tensor, gate_TH: Tensor) -> Tensor:
     """Merge the splits (the merged context rounded to the gate's dtype), expand to values, gate every head: o_THF."""
     weights_STH = lse_STH.softmax(0).unsqueeze(-1)
     context_THC = (weights_STH * context_STHC.where(weights_STH > 0, 0)).sum(0).to(gate_TH.dtype)
@@ -135,7 +116,7 @@ def finish(
     return (o_THF * gate_TH.to(wide).sigmoid().to(gate_TH.dtype).unsqueeze(-1)).contiguous()
 
 
-def _rotate(x: torch.Tensor, angles_E2: torch.Tensor) -> torch.Tensor:
+def _rotate(x: Tensor, angles_E2: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i+1) of the last dimension by the angles whose cosine and sine are given."""
     even, odd = torch.unflatten(x, -1, (-1, 2)).unbind(-1)
     cos, sin = angles_E2.unbind(-1)

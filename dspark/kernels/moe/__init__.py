@@ -4,9 +4,10 @@
 """
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from dspark.kernels.checks import expect
+from dspark.kernels.checks import check
 from dspark.kernels.moe import reference
 from dspark.kernels.moe.reference import sort_by_expert, swiglu
 from dspark.kernels.router import Dispatch
@@ -15,13 +16,8 @@ __all__ = ["down", "multiply", "run_each", "run_experts", "sort_by_expert", "swi
 
 
 def run_experts(
-    x_ND: torch.Tensor,
-    ids_NK: torch.Tensor,
-    weights_NK: torch.Tensor,
-    gate_up_XID: torch.Tensor,
-    down_XDI: torch.Tensor,
-    limit: float | None,
-) -> torch.Tensor:
+    x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, gate_up_XID: Tensor, down_XDI: Tensor, limit: float | None
+) -> Tensor:
     """``sum over k of weight_k * expert_k(x)``; has gradients.
 
     Shapes: gate_up_XID holds an expert's gate rows, then its up rows ([X, 2I, D]); down_XDI [X, D, I].
@@ -36,7 +32,7 @@ def run_experts(
     return reference.combine(outputs_MD, order_M, weights_NK)
 
 
-def multiply(rows_MD: torch.Tensor, weight_XCD: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
+def multiply(rows_MD: Tensor, weight_XCD: Tensor, ends_X: Tensor) -> Tensor:
     """Rows sorted by expert times their experts' matrices, [M, C]; expert x's rows end at ends_X[x] (int32)."""
     is_aligned = all(size * weight_XCD.itemsize % 16 == 0 for size in weight_XCD.shape[1:])
     if rows_MD.is_cuda and is_aligned and rows_MD.dtype != torch.float64:  # the grouped product takes no others
@@ -45,22 +41,15 @@ def multiply(rows_MD: torch.Tensor, weight_XCD: torch.Tensor, ends_X: torch.Tens
     return torch.cat([functional.linear(part_MD, weight_CD) for part_MD, weight_CD in parts if len(part_MD)])
 
 
-def run_each(
-    x_ND: torch.Tensor,
-    ids_NJ: torch.Tensor,
-    gate_up_XCD: torch.Tensor,
-    down_XDI: torch.Tensor,
-    limits_X: torch.Tensor,
-) -> torch.Tensor:
+def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor, limits_X: Tensor) -> Tensor:
     """``reference.run_each``: outputs_NJD, what every expert of a row says, unweighted; no gradient.
 
     Shapes: as in ``up`` and ``down``, x and both matrices of one dtype; N * J below 2**31. Raises ValueError otherwise.
     """
-    num_rows, num_inner, width = gate_up_XCD.shape
-    expect("x_ND", x_ND, (len(ids_NJ), width), gate_up_XCD.dtype)
-    expect("gate_up_XCD", gate_up_XCD, (num_rows, num_inner // 2 * 2, width))
-    expect("down_XDI", down_XDI, (num_rows, width, num_inner // 2), x_ND.dtype)
-    expect("limits_X", limits_X, (num_rows,))
+    inner = gate_up_XCD.shape[1] // 2
+    sizes = {"N": len(ids_NJ), "C": 2 * inner, "I": inner}
+    sizes = check(sizes, x_ND.dtype, gate_up_XCD=gate_up_XCD, x_ND=x_ND, down_XDI=down_XDI)
+    check(sizes, limits_X=limits_X)
     if ids_NJ.numel() >= 1 << 31:
         raise ValueError(f"ids_NJ: expected fewer than 2**31, found {ids_NJ.numel()}")
     if not x_ND.is_cuda:
@@ -70,22 +59,14 @@ def run_each(
     return grouped.run_each(x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X)
 
 
-def up(
-    x_TD: torch.Tensor,
-    gate_up_XCD: torch.Tensor,
-    dispatch: Dispatch,
-    limits_X: torch.Tensor,
-    *,
-    is_chained: bool = False,
-) -> torch.Tensor:
+def up(x_TD: Tensor, gate_up_XCD: Tensor, dispatch: Dispatch, limits_X: Tensor, *, is_chained: bool = False) -> Tensor:
     """``reference.up``: act_MI, the clamped SwiGLU of every pair row. limits_X float32 [X+1], the rest one dtype.
 
     Raises ValueError for other shapes or dtypes.
     """
-    num_rows, num_inner, width = gate_up_XCD.shape
-    expect("x_TD", x_TD, (len(dispatch.weights_TJ), width), gate_up_XCD.dtype)
-    expect("gate_up_XCD", gate_up_XCD, (num_rows, num_inner // 2 * 2, width))
-    expect("limits_X", limits_X, (num_rows,), torch.float32)
+    sizes = {"T": len(dispatch.weights_TJ), "C": gate_up_XCD.shape[1] // 2 * 2}
+    sizes = check(sizes, x_TD.dtype, gate_up_XCD=gate_up_XCD, x_TD=x_TD)
+    check(sizes, torch.float32, limits_X=limits_X)
     if not x_TD.is_cuda:
         return reference.up(x_TD, gate_up_XCD, dispatch, limits_X)
     from dspark.kernels.moe import kernel  # Triton, which a CPU may lack
@@ -93,14 +74,13 @@ def up(
     return kernel.up(x_TD, gate_up_XCD, dispatch, limits_X, is_chained=is_chained)
 
 
-def down(act_MI: torch.Tensor, down_XDI: torch.Tensor, dispatch: Dispatch, *, is_chained: bool = False) -> torch.Tensor:
+def down(act_MI: Tensor, down_XDI: Tensor, dispatch: Dispatch, *, is_chained: bool = False) -> Tensor:
     """``reference.down``: out_TJD, every pair row through its expert's down matrix, unweighted, all of one dtype.
 
     In a chain it reads the dispatch and its weights before ``wait``: the dispatch must be older than the predecessor
     (which is ``up``). Raises ValueError for other shapes or dtypes.
     """
-    expect("act_MI", act_MI, (dispatch.weights_TJ.numel(), down_XDI.shape[2]), down_XDI.dtype)
-    expect("down_XDI", down_XDI, down_XDI.shape)
+    check({"M": dispatch.weights_TJ.numel()}, down_XDI.dtype, down_XDI=down_XDI, act_MI=act_MI)
     if not act_MI.is_cuda:
         return reference.down(act_MI, down_XDI, dispatch)
     from dspark.kernels.moe import kernel

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.moe.reference import sort_by_expert
@@ -24,8 +25,8 @@ BLOCK_ROWS = 64
 class Tiles(NamedTuple):
     """Sorted rows in tiles: order_M the picks; tiles_T3 int32 a tile's expert (-1: none), first row and last row."""
 
-    order_M: torch.Tensor
-    tiles_T3: torch.Tensor
+    order_M: Tensor
+    tiles_T3: Tensor
     block_rows: int
 
 
@@ -109,15 +110,13 @@ def down_kernel(
     tl.store(outputs + pair[:, None] * D + column[None, :], sum_.to(outputs.dtype.element_ty), mask=seen)
 
 
-def run_each(
-    x_ND: torch.Tensor, ids_NJ: torch.Tensor, gate_up_XCD: torch.Tensor, down_XDI: torch.Tensor, limits_X: torch.Tensor
-) -> torch.Tensor:
+def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor, limits_X: Tensor) -> Tensor:
     """See the package. In float32 a sum is one chain of multiply-adds: some times torch's error at wide rows."""
     tiles = tile_rows(*sort_by_expert(ids_NJ, len(limits_X)))
     return down(up(x_ND, gate_up_XCD, limits_X, tiles), down_XDI, tiles).view(*ids_NJ.shape, -1)
 
 
-def tile_rows(order_M: torch.Tensor, ends_X: torch.Tensor, block_rows: int = BLOCK_ROWS) -> Tiles:
+def tile_rows(order_M: Tensor, ends_X: Tensor, block_rows: int = BLOCK_ROWS) -> Tiles:
     """Cut what ``sort_by_expert`` gives (order_M, ends_X) into tiles of at most ``block_rows`` rows of one expert."""
     num_tiles = triton.cdiv(len(order_M), block_rows) + min(len(ends_X), len(order_M))  # as many, or more
     tiles_T3 = torch.empty(num_tiles, 3, dtype=torch.int32, device=ends_X.device)
@@ -126,9 +125,7 @@ def tile_rows(order_M: torch.Tensor, ends_X: torch.Tensor, block_rows: int = BLO
     return Tiles(order_M, tiles_T3, block_rows)
 
 
-def up(
-    x_ND: torch.Tensor, gate_up_XCD: torch.Tensor, limits_X: torch.Tensor, tiles: Tiles, **changes: Any
-) -> torch.Tensor:
+def up(x_ND: Tensor, gate_up_XCD: Tensor, limits_X: Tensor, tiles: Tiles, **changes: Any) -> Tensor:
     """SwiGLU of the picks' rows in the sorted order, [M, I]."""
     (_, doubled, width), num_rows = gate_up_XCD.shape, len(tiles.order_M)
     choice, num_inner = UP | changes, doubled // 2
@@ -140,7 +137,7 @@ def up(
     return act_MI
 
 
-def down(act_MI: torch.Tensor, down_XDI: torch.Tensor, tiles: Tiles, **changes: Any) -> torch.Tensor:
+def down(act_MI: Tensor, down_XDI: Tensor, tiles: Tiles, **changes: Any) -> Tensor:
     """The sorted rows through their experts' down matrices, in the order of the picks, [M, D]."""
     (_, width, num_inner), choice = down_XDI.shape, DOWN | changes
     outputs_MD = act_MI.new_empty(len(act_MI), width)

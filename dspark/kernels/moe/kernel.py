@@ -9,9 +9,9 @@ a token's result depends neither on T nor on its column. Two forms, one arithmet
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.router import Dispatch
@@ -115,8 +115,7 @@ def _unit_kernel(
         BYTES: tl.constexpr = MATRIX * inputs.dtype.element_ty.primitive_bitwidth // 8
         last = weights + last_expert.to(tl.int64) * MATRIX
         launch.prefetch_lines(last, tl.program_id(0) * LINES, BYTES, LINES, IS_CHAINED)
-        launch.wait(IS_CHAINED)
-        launch.signal(IS_CHAINED)
+        launch.follow(IS_CHAINED)
     expert = tl.load(experts + slot, cache_modifier=".cg")
     if expert < 0:
         return
@@ -126,8 +125,7 @@ def _unit_kernel(
         tiles = ()
         for chunk in tl.static_range(CHUNKS):
             tiles += (_weight_tile(weights, expert, tile, chunk * BLOCK_K, HALVES, R, K, BLOCK_R, BLOCK_K),)
-        launch.wait(IS_CHAINED)
-        launch.signal(IS_CHAINED)
+        launch.follow(IS_CHAINED)
         x_tiles = ()
         for chunk in tl.static_range(CHUNKS):
             x_tiles += (_input_tile(inputs, pair, chunk * BLOCK_K, PAIRS_A_ROW, K, BLOCK_K).to(DOT),)
@@ -142,9 +140,8 @@ def _unit_kernel(
 
 
 def up(
-    x_TD: torch.Tensor, gate_up_XCD: torch.Tensor, dispatch: Dispatch, limits_X: torch.Tensor, *,
-    is_chained: bool = False, **changes: Any,
-) -> torch.Tensor:  # fmt: skip
+    x_TD: Tensor, gate_up_XCD: Tensor, dispatch: Dispatch, limits_X: Tensor, *, is_chained: bool = False, **changes: Any
+) -> Tensor:
     """See the package. ``changes`` to UP."""
     act_MI = x_TD.new_empty(dispatch.weights_TJ.numel(), gate_up_XCD.shape[1] // 2)
     pairs_a_row = dispatch.weights_TJ.shape[1]
@@ -153,9 +150,7 @@ def up(
     return act_MI
 
 
-def down(
-    act_MI: torch.Tensor, down_XDI: torch.Tensor, dispatch: Dispatch, *, is_chained: bool = False, **changes: Any
-) -> torch.Tensor:
+def down(act_MI: Tensor, down_XDI: Tensor, dispatch: Dispatch, *, is_chained: bool = False, **changes: Any) -> Tensor:
     """See the package. ``changes`` to DOWN."""
     out_MD = act_MI.new_empty(act_MI.shape[0], down_XDI.shape[1])
     width, half = down_XDI.shape[2], DOWN_ONE if len(dispatch.weights_TJ) == 1 else DOWN_HALF
@@ -165,8 +160,8 @@ def down(
 
 
 def _launch(
-    inputs: torch.Tensor, weights: torch.Tensor, limits: torch.Tensor, dispatch: Dispatch, outputs: torch.Tensor,
-    halves: int, pairs_a_row: int, is_chained: bool, choice: dict[str, Any],
+    inputs: Tensor, weights: Tensor, limits: Tensor, dispatch: Dispatch, outputs: Tensor, halves: int, pairs_a_row: int,
+    is_chained: bool, choice: dict[str, Any],
 ) -> None:  # fmt: skip
     """Start the form of ``choice``."""
     (num_slots, _), (num_rows, width) = dispatch.pairs_PN.shape, (weights.shape[1] // halves, weights.shape[2])

@@ -3,19 +3,20 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from dspark.kernels.router import Dispatch
 
 
-def sort_by_expert(ids_NK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_by_expert(ids_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The N*K picks in the order of their experts, and where each expert's picks end in that order (int32 [X])."""
     sorted_M, order_M = ids_NK.flatten().to(torch.int16).sort(stable=True)  # a GPU sorts bit by bit
     experts_X = torch.arange(num_experts, device=ids_NK.device, dtype=torch.int16)
     return order_M, torch.searchsorted(sorted_M, experts_X, right=True, out_int32=True)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     """``min(silu(gate), limit) * clamp(up, -limit, limit)``; no limit means no clamp.
 
     The limit applies after SiLU and only from above on the gate's side.
@@ -27,20 +28,14 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> 
     return activated * up
 
 
-def combine(outputs_MD: torch.Tensor, order_M: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
+def combine(outputs_MD: Tensor, order_M: Tensor, weights_NK: Tensor) -> Tensor:
     """Put sorted outputs back in the order of the picks and sum each row's by weight, in the weights' dtype."""
     place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.shape[0], device=order_M.device))
     outputs_NKD = outputs_MD.index_select(0, place_M).view(*weights_NK.shape, -1).to(weights_NK.dtype)
     return (outputs_NKD * weights_NK.unsqueeze(-1)).sum(1)
 
 
-def run_each(
-    x_ND: torch.Tensor,
-    ids_NJ: torch.Tensor,
-    gate_up_XCD: torch.Tensor,
-    down_XDI: torch.Tensor,
-    limits_X: torch.Tensor,
-) -> torch.Tensor:
+def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor, limits_X: Tensor) -> Tensor:
     """Every row through the J experts that were chosen for it, each expert with its clamp: outputs_NJD."""
     order_M, ends_X = sort_by_expert(ids_NJ, len(limits_X))
     outputs_MD = x_ND.new_empty(len(order_M), x_ND.shape[1])
@@ -51,7 +46,7 @@ def run_each(
     return outputs_MD.view(*ids_NJ.shape, -1)
 
 
-def up(x_TD: torch.Tensor, gate_up_XCD: torch.Tensor, dispatch: Dispatch, limits_X: torch.Tensor) -> torch.Tensor:
+def up(x_TD: Tensor, gate_up_XCD: Tensor, dispatch: Dispatch, limits_X: Tensor) -> Tensor:
     """``swiglu`` of the gate and up rows of its expert for every pair, each rounded as a matrix product would be.
 
     Shapes: gate_up_XCD [X+1, 2I, D]; limits_X an expert's clamp, inf for none. Returns act_MI, M = T*J pair rows.
@@ -64,7 +59,7 @@ def up(x_TD: torch.Tensor, gate_up_XCD: torch.Tensor, dispatch: Dispatch, limits
     return act_MI
 
 
-def down(act_MI: torch.Tensor, down_XDI: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+def down(act_MI: Tensor, down_XDI: Tensor, dispatch: Dispatch) -> Tensor:
     """Every pair's row through the down matrix of its expert, without its weight: out_TJD in the dtype of act_MI."""
     out_MD = act_MI.new_empty(act_MI.shape[0], down_XDI.shape[1])
     for expert, rows_M in _visits(dispatch):
@@ -72,7 +67,7 @@ def down(act_MI: torch.Tensor, down_XDI: torch.Tensor, dispatch: Dispatch) -> to
     return out_MD.view(*dispatch.weights_TJ.shape, -1)
 
 
-def _visits(dispatch: Dispatch) -> Iterator[tuple[int, torch.Tensor]]:
+def _visits(dispatch: Dispatch) -> Iterator[tuple[int, Tensor]]:
     """Every visited expert with its pair rows."""
     for expert, pairs_N in zip(dispatch.experts_P.tolist(), dispatch.pairs_PN, strict=True):
         if expert >= 0:

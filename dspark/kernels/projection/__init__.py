@@ -1,21 +1,15 @@
 """Products of a step's 1..16 tokens with one weight, plain, behind the gated norm of linear attention or before it."""
 
 import torch
+from torch import Tensor
 
-from dspark.kernels.checks import expect, expect_window
+from dspark.kernels.checks import check, check_counters, check_window
 from dspark.kernels.projection import reference
-
-__all__ = ["project", "project_gated", "project_prepared"]
 
 
 def project(
-    x_TD: torch.Tensor,
-    weight_CD: torch.Tensor,
-    counters: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    is_chained: bool = False,
-) -> torch.Tensor:
+    x_TD: Tensor, weight_CD: Tensor, counters: Tensor, *, out_dtype: torch.dtype | None = None, is_chained: bool = False
+) -> Tensor:
     """``x W^T`` [T, C], summed in float32, in ``out_dtype`` (x's dtype or float32; default x's).
 
     Shapes: T in 1..16; both tensors in one dtype (the weight may also be float32), contiguous in the last dimension;
@@ -34,15 +28,9 @@ def project(
 
 
 def project_gated(
-    o_THF: torch.Tensor,
-    norm_weight_F: torch.Tensor,
-    gate_THF: torch.Tensor,
-    weight_CD: torch.Tensor,
-    eps: float,
-    counters: torch.Tensor,
-    *,
+    o_THF: Tensor, norm_weight_F: Tensor, gate_THF: Tensor, weight_CD: Tensor, eps: float, counters: Tensor, *,
     is_chained: bool = False,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """``project`` [T, C] of o after RMS norm over each head (weight of any float dtype) and the sigmoid of the gate.
 
     On a GPU the normed and gated value is rounded once, where the reference rounds each of its three steps.
@@ -50,10 +38,8 @@ def project_gated(
     Shapes: D = H * F; gate_THF may be a strided view, contiguous in F; the rest as in ``project``.
     Raises ValueError on a wrong shape or dtype.
     """
-    num_tokens, heads, width = o_THF.shape
-    expect("o_THF", o_THF, (num_tokens, heads, width), weight_CD.dtype, num_strided=2)
-    expect("gate_THF", gate_THF, (num_tokens, heads, width), weight_CD.dtype, num_strided=2)
-    expect("norm_weight_F", norm_weight_F, (width,), norm_weight_F.dtype)
+    sizes = check({}, weight_CD.dtype, num_strided=2, o_THF=o_THF, gate_THF=gate_THF)
+    check(sizes, norm_weight_F=norm_weight_F)
     _check(o_THF.flatten(1), weight_CD, counters)
     if not o_THF.is_cuda:
         return reference.project_gated(o_THF, norm_weight_F, gate_THF, weight_CD, eps)
@@ -63,18 +49,9 @@ def project_gated(
 
 
 def project_prepared(
-    x_TD: torch.Tensor,
-    weight_CD: torch.Tensor,
-    history_WC: torch.Tensor,
-    conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_HE: torch.Tensor,
-    lower_bound: float,
-    counters: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor],
-    *,
-    is_chained: bool = False,
-) -> None:
+    x_TD: Tensor, weight_CD: Tensor, history_WC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor,
+    lower_bound: float, counters: Tensor, out: tuple[Tensor, Tensor], *, is_chained: bool = False,
+) -> None:  # fmt: skip
     """The in-projection of linear attention: ``project`` into out[0], and what ``kda.prepare`` makes of it into out[1].
 
     Chained, the history is read before the predecessor has finished: it must not be what writes it (``kda.commit``).
@@ -83,28 +60,26 @@ def project_prepared(
     and the weight contiguous. Raises ValueError on a wrong shape or dtype.
     """
     _check(x_TD, weight_CD, counters)
-    (num_heads, width), num_taps = dt_bias_HE.shape, conv_CJ.shape[1]
-    inner, wide = num_heads * width, torch.promote_types(x_TD.dtype, torch.float32)
-    shape = (len(x_TD), 5 * inner + num_heads)
-    expect("weight_CD", weight_CD, (shape[1], x_TD.shape[1]), x_TD.dtype, num_strided=1)
-    expect("history_WC", history_WC, (num_taps - 1, 3 * inner), x_TD.dtype)
-    expect("conv_CJ", conv_CJ, (3 * inner, num_taps), x_TD.dtype)
-    expect("a_log_H", a_log_H, (num_heads,), wide)
-    expect("dt_bias_HE", dt_bias_HE, (num_heads, width), wide)
-    expect("out[0]", out[0], shape, x_TD.dtype)
-    expect("out[1]", out[1], shape, wide)
+    (num_heads, width), dtype = dt_bias_HE.shape, x_TD.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    check({}, wide, dt_bias_HE=dt_bias_HE, a_log_H=a_log_H)
+    mixed = {"C": 3 * num_heads * width, "W": conv_CJ.shape[1] - 1}
+    check(mixed, dtype, history_WC=history_WC, conv_CJ=conv_CJ)
+    sizes = {"T": len(x_TD), "C": num_heads * (5 * width + 1)}
+    check(sizes, dtype, num_strided=1, weight_CD=weight_CD)
+    check(sizes, dtype, projected_TC=out[0])
+    check(sizes, wide, prepared_TC=out[1])
+    inputs = (x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound)
     if not x_TD.is_cuda:
-        return reference.project_prepared(x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out)
+        return reference.project_prepared(*inputs, out)
     from dspark.kernels.projection import kernel
 
-    kernel.project_prepared(
-        x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, counters, out, is_chained=is_chained
-    )
+    kernel.project_prepared(*inputs, counters, out, is_chained=is_chained)
 
 
-def _check(x_TD: torch.Tensor, weight_CD: torch.Tensor, counters: torch.Tensor) -> None:
-    (num_rows, num_columns), wide = weight_CD.shape, torch.promote_types(x_TD.dtype, torch.float32)
-    expect_window("x_TD", len(x_TD))
-    expect("x_TD", x_TD, (len(x_TD), num_columns), num_strided=1)
-    expect("weight_CD", weight_CD, (num_rows, num_columns), x_TD.dtype, wide, num_strided=1)
-    expect("counters", counters, (max(-(-num_rows // 16), counters.numel()),), torch.int32)
+def _check(x_TD: Tensor, weight_CD: Tensor, counters: Tensor) -> None:
+    dtype, wide = x_TD.dtype, torch.promote_types(x_TD.dtype, torch.float32)
+    check_window("x_TD", len(x_TD))
+    sizes = check({}, dtype, num_strided=1, x_TD=x_TD)
+    sizes = check(sizes, dtype, wide, num_strided=1, weight_CD=weight_CD)
+    check_counters(counters, -(-sizes["C"] // 16))

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import launch
 from dspark.kernels.kda.preparing import load_parameters, prepare
-from dspark.kernels.launch import signal, wait
 from dspark.kernels.projection import ring
 
 
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     rows of a program; columns of a pipeline step; slices of a step that warps share (1, or a batched product, which
     holds to the classic tensor-core instruction; with 1 and 64 rows or more the warp-group one is used); splits of the
     columns over programs; held columns that are loaded before the wait (a power of two; 0 for none); whether the rest
-    is prefetched to L2 before the wait; whether weights leave the caches first.
+    is prefetched to L2 before the wait. Weights leave the caches first.
     """
 
     rows: int
@@ -38,7 +38,6 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     is_prefetched: bool = True
-    is_streamed: bool = True
 
 
 def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int = 0) -> Tile:
@@ -66,21 +65,9 @@ def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int
 
 
 @triton.jit
-def _rows(tile, C: tl.constexpr, ROWS: tl.constexpr):
-    """A tile's weight rows; those past the end repeat the last row and are not written."""
-    return tl.minimum(tile * ROWS + tl.arange(0, ROWS), C - 1).to(tl.int64)
-
-
-@triton.jit
 def _columns(padded, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
     """Where a padded column lies: heads of WIDTH columns are padded to PADDED_WIDTH."""
-    columns = padded if WIDTH == PADDED_WIDTH else padded // PADDED_WIDTH * WIDTH + padded % PADDED_WIDTH
-    return columns
-
-
-@triton.jit
-def _is_column(padded, D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
-    return (padded < D // WIDTH * PADDED_WIDTH) & (padded % PADDED_WIDTH < WIDTH)
+    return padded if WIDTH == PADDED_WIDTH else padded // PADDED_WIDTH * WIDTH + padded % PADDED_WIDTH
 
 
 @triton.jit
@@ -97,10 +84,10 @@ def weight_tile(
         padded = first + tl.arange(0, SLICES)[:, None, None] * WIDE + tl.arange(0, WIDE)[None, None, :]
         at = weight + rows[None, :, None] * stride + _columns(padded, WIDTH, PADDED_WIDTH)
     if IS_WHOLE:
-        tile = tl.load(at, eviction_policy=POLICY)
+        return tl.load(at, eviction_policy=POLICY)
     else:
-        tile = tl.load(at, mask=_is_column(padded, D, WIDTH, PADDED_WIDTH), other=0.0, eviction_policy=POLICY)
-    return tile
+        is_column = (padded < D // WIDTH * PADDED_WIDTH) & (padded % PADDED_WIDTH < WIDTH)
+        return tl.load(at, mask=is_column, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -137,10 +124,9 @@ def _gated_tile(
     x = x * inverse[:, :, None] * scale / (1.0 + tl.exp(-logits))
     x = x.to(o.dtype.element_ty)
     if SLICES == 1:
-        tile = tl.trans(tl.reshape(x, (16, COLUMNS)))
+        return tl.trans(tl.reshape(x, (16, COLUMNS)))
     else:
-        tile = tl.permute(tl.reshape(x, (16, SLICES, COLUMNS // SLICES)), (1, 2, 0))
-    return tile
+        return tl.permute(tl.reshape(x, (16, SLICES, COLUMNS // SLICES)), (1, 2, 0))
 
 
 @triton.jit
@@ -184,26 +170,21 @@ def project_kernel(
     IS_WHOLE: no column needs a mask. Not gated: WIDTH is D and x_stride_head unused. J 0: nothing is prepared.
     """
     tile, share = tl.program_id(0), tl.program_id(1)
-    rows = _rows(tile, C, ROWS)
+    rows = tl.minimum(tile * ROWS + tl.arange(0, ROWS), C - 1).to(tl.int64)  # past the end the last, not written
     first = share * (HELD + STEPS * COLUMNS)
     if HELD > 0:
-        held = weight_tile(
-            weight, weight_stride, rows, first, D, WIDTH, PADDED_WIDTH, HELD, SLICES, IS_WHOLE, POLICY
-        )  # fmt: skip
+        held = weight_tile(weight, weight_stride, rows, first, D, WIDTH, PADDED_WIDTH, HELD, SLICES, IS_WHOLE, POLICY)
     if NUM_CHUNKS > 0:
         prefetch_tile(weight, weight_stride, rows, first + HELD, D, NUM_CHUNKS, CHUNK)
     own_rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     token = tl.arange(0, 16)[None, :]
     parameters = load_parameters(history, conv, a_log, dt_bias, own_rows, token, H, E, J) if J > 0 else ()
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     sums = tl.zeros((ROWS, 16), tl.float32) if SLICES == 1 else tl.zeros((SLICES, ROWS, 16), tl.float32)
     if STEPS > 0:
         for step in tl.range(0, STEPS, num_stages=num_stages):
             at = first + HELD + step * COLUMNS
-            w = weight_tile(
-                weight, weight_stride, rows, at, D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE, POLICY
-            )  # fmt: skip
+            w = weight_tile(weight, weight_stride, rows, at, D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE, POLICY)
             if IS_GATED:
                 tokens = _gated_tile(
                     x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, at, num_tokens, eps,
@@ -246,7 +227,7 @@ def shares(tile: Tile, num_columns: int) -> tuple[int, int]:
     return steps, triton.cdiv(num_columns, tile.held + steps * tile.columns)
 
 
-def chunks(weight_CD: torch.Tensor, rows: int, num_warps: int, num_columns: int) -> tuple[int, int]:
+def chunks(weight_CD: Tensor, rows: int, num_warps: int, num_columns: int) -> tuple[int, int]:
     """How ``num_columns`` columns of each of a program's rows are asked into L2: pieces, elements of one; or zeros.
 
     As many pieces as give every thread one, but of 256 bytes or more. The instruction wants multiples of 16 bytes.
@@ -261,18 +242,18 @@ def chunks(weight_CD: torch.Tensor, rows: int, num_warps: int, num_columns: int)
 
 
 def project(
-    x_TD: torch.Tensor, weight_CD: torch.Tensor, counters: torch.Tensor, *, out_dtype: torch.dtype | None = None,
+    x_TD: Tensor, weight_CD: Tensor, counters: Tensor, *, out_dtype: torch.dtype | None = None,
     is_chained: bool = False, tile: Tile | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """``reference.project``; ``tile`` overrides the table."""
     y_TC = x_TD.new_empty(len(x_TD), len(weight_CD), dtype=out_dtype)
     return _launch(x_TD, weight_CD, y_TC, counters, {}, is_chained, tile)
 
 
 def project_gated(
-    o_THF: torch.Tensor, norm_weight_F: torch.Tensor, gate_THF: torch.Tensor, weight_CD: torch.Tensor, eps: float,
-    counters: torch.Tensor, *, is_chained: bool = False, tile: Tile | None = None,
-) -> torch.Tensor:  # fmt: skip
+    o_THF: Tensor, norm_weight_F: Tensor, gate_THF: Tensor, weight_CD: Tensor, eps: float, counters: Tensor, *,
+    is_chained: bool = False, tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
     """``reference.project_gated``; ``tile`` overrides the table, its columns and held are multiples of the padded F."""
     width = o_THF.shape[2]
     gated = {
@@ -285,9 +266,9 @@ def project_gated(
 
 
 def project_prepared(
-    x_TD: torch.Tensor, weight_CD: torch.Tensor, history_WC: torch.Tensor, conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor, dt_bias_HE: torch.Tensor, lower_bound: float, counters: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor], *, is_chained: bool = False, tile: Tile | None = None,
+    x_TD: Tensor, weight_CD: Tensor, history_WC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor,
+    lower_bound: float, counters: Tensor, out: tuple[Tensor, Tensor], *, is_chained: bool = False,
+    tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """``reference.project_prepared``; ``tile`` overrides the table, and the ring where that fits."""
     if tile is None and not launch.is_interpreted() and ring.fits(x_TD, weight_CD):
@@ -302,9 +283,9 @@ def project_prepared(
 
 
 def _launch(
-    x: torch.Tensor, weight_CD: torch.Tensor, y_TC: torch.Tensor, counters: torch.Tensor, extras: dict[str, Any],
-    is_chained: bool, tile: Tile | None,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight_CD: Tensor, y_TC: Tensor, counters: Tensor, extras: dict[str, Any], is_chained: bool,
+    tile: Tile | None,
+) -> Tensor:  # fmt: skip
     """``extras``: the kernel's arguments of a gated or a prepared product, which are otherwise unused."""
     num_tokens, (num_rows, num_columns) = x.shape[0], weight_CD.shape
     unused = dict.fromkeys(("gate", "norm_weight", "prepared", "history", "conv", "a_log", "dt_bias"), x)
@@ -319,20 +300,15 @@ def _launch(
     if gated_width:
         assert steps == 0 or tile.columns % gated_width == 0
         assert tile.held % gated_width == 0
-    num_chunks, chunk = 0, 0
-    if tile.is_prefetched:
-        rest = min(steps * tile.columns, max(num_columns - tile.held, 0))
-        num_chunks, chunk = chunks(weight_CD, tile.rows, tile.num_warps, rest)
-    partial = y_TC
-    if splits > 1:
-        partial = torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=x.device)
+    rest = min(steps * tile.columns, max(num_columns - tile.held, 0))
+    num_chunks, chunk = chunks(weight_CD, tile.rows, tile.num_warps, rest) if tile.is_prefetched else (0, 0)
+    partial = y_TC if splits == 1 else x.new_empty(splits, num_tokens, num_rows, dtype=torch.float32)
     is_whole = splits * (tile.held + steps * tile.columns) == num_columns and width == padded_width
     project_kernel[(triton.cdiv(num_rows, tile.rows), splits)](
         x, weight_CD, y_TC, partial=partial, counters=counters, num_tokens=num_tokens, x_stride=x.stride(0),
         weight_stride=weight_CD.stride(0), C=num_rows, D=num_columns, **extras,
         ROWS=tile.rows, COLUMNS=tile.columns, SLICES=tile.slices, SPLITS=splits, HELD=tile.held, STEPS=steps,
-        NUM_CHUNKS=num_chunks, CHUNK=chunk, POLICY="evict_first" if tile.is_streamed else "", IS_WHOLE=is_whole,
-        DOT=launch.dot_dtype(weight_CD.dtype), num_stages=tile.num_stages, num_warps=tile.num_warps,
-        **launch.options(is_chained),
+        NUM_CHUNKS=num_chunks, CHUNK=chunk, POLICY="evict_first", IS_WHOLE=is_whole, num_stages=tile.num_stages,
+        DOT=launch.dot_dtype(weight_CD.dtype), num_warps=tile.num_warps, **launch.options(is_chained),
     )  # fmt: skip
     return y_TC

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere
@@ -199,7 +200,7 @@ def shape(num_rows: int, num_columns: int) -> dict[str, Any]:
     return {"PIECES": pieces, "ROWS": rows, "STAGES": stages, "EARLY": early, "IS_TIGHT": rows > 48}
 
 
-def fits(x_TD: torch.Tensor, weight_CD: torch.Tensor) -> bool:
+def fits(x_TD: Tensor, weight_CD: Tensor) -> bool:
     """Whether this way is there for a weight, and the better one: two bytes a number, 33 to 80 rows a program."""
     rows = triton.cdiv(len(weight_CD), MULTIPROCESSORS)
     is_whole = weight_CD.shape[1] % (WARPS * WIDE.value) == 0 and weight_CD.is_contiguous() and x_TD.stride(0) % 8 == 0
@@ -209,9 +210,8 @@ def fits(x_TD: torch.Tensor, weight_CD: torch.Tensor) -> bool:
 
 
 def project_prepared(
-    x_TD: torch.Tensor, weight_CD: torch.Tensor, history_WC: torch.Tensor, conv_CJ: torch.Tensor,
-    a_log_H: torch.Tensor, dt_bias_HE: torch.Tensor, lower_bound: float, out: tuple[torch.Tensor, torch.Tensor],
-    *, is_chained: bool = False,
+    x_TD: Tensor, weight_CD: Tensor, history_WC: Tensor, conv_CJ: Tensor, a_log_H: Tensor, dt_bias_HE: Tensor,
+    lower_bound: float, out: tuple[Tensor, Tensor], *, is_chained: bool = False,
 ) -> None:  # fmt: skip
     """``reference.project_prepared``, of what ``fits``."""
     (num_rows, num_columns), (num_heads, width) = weight_CD.shape, dt_bias_HE.shape

@@ -1,21 +1,22 @@
 """Reading memory and doing nothing else: the bandwidth that other kernels are compared with."""
 
 import torch
+from torch import Tensor
 
+from dspark.kernels.checks import check
 from dspark.kernels.reading import reference
 
 TILINGS = tuple((block, programs) for block in (4096, 8192, 16384) for programs in (264, 528, 1056))
 """Integers of a block, and programs (2, 4, 8 a multiprocessor of an H200), to take the fastest of."""
 
 
-def read_sums(x_N: torch.Tensor, block: int, num_programs: int) -> torch.Tensor:
+def read_sums(x_N: Tensor, block: int, num_programs: int) -> Tensor:
     """Read every integer once; program p sums blocks p, p + P, p + 2P ... with int32 wrap-around.
 
     Shapes: x_N int32, contiguous, N a multiple of ``block``. Returns int32 [P].
     Raises: ValueError for another dtype or length.
     """
-    if x_N.dtype != torch.int32 or not x_N.is_contiguous() or x_N.dim() != 1 or len(x_N) % block:
-        raise ValueError(f"x_N must be contiguous int32 of whole blocks of {block}, got {x_N.dtype} {list(x_N.shape)}")
+    check({"N": len(x_N) // block * block}, torch.int32, x_N=x_N)
     if x_N.is_cuda:
         from dspark.kernels.reading import kernel  # needs Triton
 

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -17,7 +18,7 @@ def _read_sums(x_ptr, sums_ptr, num_blocks, BLOCK: tl.constexpr):
     tl.store(sums_ptr + program, tl.sum(total))
 
 
-def read_sums(x_N: torch.Tensor, block: int, num_programs: int, num_warps: int = 8) -> torch.Tensor:
+def read_sums(x_N: Tensor, block: int, num_programs: int, num_warps: int = 8) -> Tensor:
     """See the public function."""
     sums_P = torch.empty(num_programs, dtype=torch.int32, device=x_N.device)
     _read_sums[(num_programs,)](x_N, sums_P, len(x_N) // block, BLOCK=block, num_warps=num_warps)

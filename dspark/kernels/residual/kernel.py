@@ -9,9 +9,9 @@ more rows than a window's, many small programs a multiprocessor do more than one
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
-from dspark.kernels.launch import signal, wait
 
 
 def warps_for(width: int) -> int:
@@ -22,6 +22,26 @@ def warps_for(width: int) -> int:
 def registers_for(num_warps: int) -> int:
     """All registers that a thread can have when one program has the multiprocessor to itself."""
     return min(255, 65536 // (32 * num_warps))
+
+
+@triton.jit
+def sum_parts(
+    parts, weights, row, is_token, column_D, inside_D, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of a row's parts in float32; every load comes before the first number is needed."""
+    parts_KD, weights_K = (), ()
+    for k in tl.static_range(PARTS):
+        parts_KD += (tl.load(parts + (row * PARTS + k) * WIDTH + column_D, mask=inside_D, other=0.0),)
+        if HAS_WEIGHTS:
+            weights_K += (tl.load(weights + row * PARTS + k, mask=is_token, other=0.0),)
+    total_D = tl.zeros(column_D.shape, tl.float32)
+    for k in tl.static_range(PARTS):
+        part_D = parts_KD[k].to(tl.float32)
+        if HAS_WEIGHTS:
+            part_D *= weights_K[k]
+        total_D += part_D
+    return total_D
 
 
 @triton.jit
@@ -46,22 +66,11 @@ def add_norm_kernel(
     column_D = tl.arange(0, BLOCK)
     inside_D = column_D < WIDTH
     scale_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0)
-    signal(IS_CHAINED)  # at once: the successor's weights are asked for while this waits for nine rows
-    wait(IS_CHAINED)
+    launch.signal(IS_CHAINED)  # at once: the successor's weights are asked for while this waits for nine rows
+    launch.wait(IS_CHAINED)
     place_D = row * WIDTH + column_D
     residual_D = tl.load(residual + place_D, mask=inside_D, other=0.0)
-    parts_KD, weights_K = (), ()
-    for k in tl.static_range(PARTS):
-        part_D = tl.load(parts + (row * PARTS + k) * WIDTH + column_D, mask=inside_D, other=0.0)
-        parts_KD = parts_KD + (part_D,)  # noqa: RUF005
-        if HAS_WEIGHTS:
-            weights_K = weights_K + (tl.load(weights + row * PARTS + k),)  # noqa: RUF005
-    total_D = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(PARTS):
-        part_D = parts_KD[k].to(tl.float32)
-        if HAS_WEIGHTS:
-            part_D *= weights_K[k]
-        total_D += part_D
+    total_D = sum_parts(parts, weights, row, True, column_D, inside_D, WIDTH, PARTS, HAS_WEIGHTS)
     finish_row(residual_D, total_D, scale_D, new_residual, normed, place_D, inside_D, eps, WIDTH)
 
 
@@ -75,8 +84,7 @@ def embed_norm_kernel(
     column_D = tl.arange(0, BLOCK)
     inside_D = column_D < WIDTH
     scale_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0)
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     token = tl.load(ids + row)
     embedded_D = tl.load(embedding + token * WIDTH + column_D, mask=inside_D, other=0.0)
     zero_D = tl.zeros([BLOCK], tl.float32)
@@ -84,9 +92,9 @@ def embed_norm_kernel(
 
 
 def add_norm(
-    parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor,
-    eps: float, *, is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, *,
+    is_chained: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``dspark.kernels.residual.add_norm``."""
     num_tokens, num_parts, width = parts_TKD.shape
     is_window = num_tokens <= MAX_TOKENS
@@ -102,9 +110,8 @@ def add_norm(
 
 
 def embed_norm(
-    ids_T: torch.Tensor, embedding_VD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, *,
-    is_chained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ids_T: Tensor, embedding_VD: Tensor, norm_weight_D: Tensor, eps: float, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor]:
     """See ``dspark.kernels.residual.embed_norm``."""
     width = embedding_VD.shape[1]
     num_warps = warps_for(width)

@@ -1,16 +1,13 @@
 """The residual stream between two blocks, defined. T tokens, K parts a token, D model width, V vocabulary."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 
 def add_norm(
-    parts_TKD: torch.Tensor,
-    weights_TK: torch.Tensor | None,
-    residual_TD: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """``residual + round(sum over k of weight_k * part_k)`` and its RMS norm.
 
     The parts are summed in float32 or higher in the order of k; the sum, the new residual and the norm are each rounded
@@ -21,7 +18,7 @@ def add_norm(
     return residual_TD, functional.rms_norm(residual_TD, norm_weight_D.shape, norm_weight_D, eps)
 
 
-def partial_sum(parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+def partial_sum(parts_TKD: Tensor, weights_TK: Tensor | None) -> Tensor:
     """The weighted sum of the parts in float32 or higher: what ranks exchange, and sum in the order of the ranks."""
     wide_TKD = parts_TKD.to(torch.promote_types(parts_TKD.dtype, torch.float32))
     if weights_TK is not None:
@@ -32,9 +29,7 @@ def partial_sum(parts_TKD: torch.Tensor, weights_TK: torch.Tensor | None) -> tor
     return total_TD
 
 
-def embed_norm(
-    ids_T: torch.Tensor, embedding_VD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def embed_norm(ids_T: Tensor, embedding_VD: Tensor, norm_weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The embedding's rows and their RMS norm."""
     residual_TD = embedding_VD[ids_T]
     return residual_TD, functional.rms_norm(residual_TD, norm_weight_D.shape, norm_weight_D, eps)

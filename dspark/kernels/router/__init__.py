@@ -1,16 +1,17 @@
 """The router of a mixture of experts: which experts every row visits, and for one step the list of visits."""
 
 import torch
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS
-from dspark.kernels.checks import expect
+from dspark.kernels.checks import check, check_counters
 from dspark.kernels.router import reference
 from dspark.kernels.router.reference import Dispatch, Law, dense_dispatch, list_pairs, route
 
 __all__ = ["Dispatch", "Law", "choose", "dense_dispatch", "dispatch", "list_pairs", "route"]
 
 
-def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits_NX: Tensor, bias_X: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """``reference.choose`` for any number of rows, from logits in float32 (or float64)."""
     if not logits_NX.is_cuda:
         return reference.choose(logits_NX, bias_X, law)
@@ -20,13 +21,7 @@ def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[tor
 
 
 def dispatch(
-    x_TD: torch.Tensor,
-    gate_XD: torch.Tensor,
-    bias_X: torch.Tensor,
-    law: Law,
-    counters: torch.Tensor,
-    *,
-    is_chained: bool = False,
+    x_TD: Tensor, gate_XD: Tensor, bias_X: Tensor, law: Law, counters: Tensor, *, is_chained: bool = False
 ) -> Dispatch:
     """``reference.dispatch`` in one launch.
 
@@ -34,16 +29,16 @@ def dispatch(
     zero before and after. Raises ValueError for other shapes or dtypes.
     """
     num_groups, num_kept_groups, num_picks, _ = law
-    (num_tokens, width), num_experts = x_TD.shape, len(gate_XD)
+    num_tokens, num_experts = len(x_TD), len(gate_XD)
     size = num_experts // num_groups
     is_even = size >= 2 and size * num_groups == num_experts and num_groups <= 32  # the kept ones: bits of a word
     if not 1 <= num_tokens <= MAX_TOKENS or not is_even or num_picks > num_kept_groups * size:
         found = f"{num_tokens} tokens, {num_experts} experts and {law}"
         raise ValueError(f"expected 1..16 tokens, at most 32 equal groups and fewer picks than members, found {found}")
-    expect("x_TD", x_TD, (num_tokens, width), x_TD.dtype)
-    expect("gate_XD", gate_XD, (num_experts, width), x_TD.dtype, torch.float32)
-    expect("bias_X", bias_X, (num_experts,), torch.float32)
-    expect("counters", counters[:1], (1,), torch.int32)
+    sizes = check({}, x_TD.dtype, x_TD=x_TD)
+    sizes = check(sizes, x_TD.dtype, torch.float32, gate_XD=gate_XD)
+    check(sizes, torch.float32, bias_X=bias_X)
+    check_counters(counters)
     if not x_TD.is_cuda:
         return reference.dispatch(x_TD, gate_XD, bias_X, law)
     from dspark.kernels.router import kernel

@@ -10,6 +10,7 @@ Where rows are many, each is chosen for in the registers of one warp.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.router.reference import Dispatch, Law
@@ -36,8 +37,7 @@ def _dispatch_kernel(
     gate_tiles = _rows(gate, first + tl.arange(0, BLOCK_X), end, D, SLICES, SLICE)
     member = lane % BLOCK_X + token[:, None] * 0
     own_bias = _load(bias + first + member, first + member < end)
-    launch.wait(IS_CHAINED)
-    launch.signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     x_tiles = _rows(x, token, 0, D, SLICES, SLICE)
     if num_programs > 0:  # outside a branch the second tile's load would wait for the first one's arrival
         x_tiles = _rows(x, token, T, D, SLICES, SLICE)
@@ -259,9 +259,8 @@ def _list(expert, bitmap, words, scores, weights, pairs, scaling, SLOTS, T, X, P
 
 
 def dispatch(
-    x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, law: Law, counters: torch.Tensor, *,
-    is_chained: bool = False,
-) -> Dispatch:  # fmt: skip
+    x_TD: Tensor, gate_XD: Tensor, bias_X: Tensor, law: Law, counters: Tensor, *, is_chained: bool = False
+) -> Dispatch:
     """See the package."""
     (num_tokens, width), num_experts = x_TD.shape, gate_XD.shape[0]
     num_groups, num_kept_groups, num_picks, scaling = law
@@ -276,14 +275,12 @@ def dispatch(
     pairs, experts_P, num_active_1 = integers.split([num_slots * MAX_TOKENS, num_slots, 1])
     # More exact than the working dtype needs where only one side is float32.
     wide = torch.promote_types(x_TD.dtype, gate_XD.dtype)
-    shape = {"T": num_tokens, "X": num_experts, "D": width}
-    shape |= {"GROUPS": num_groups, "KEPT": num_kept_groups, "PICKS": num_picks}
-    shape |= {"BLOCK_X": BLOCK_X, "LENGTH": num_lists, "LANES": lanes}
-    shape |= {"SLICES": NUM_WARPS, "SLICE": 32 if wide == torch.float32 else 128, "DOT": launch.dot_dtype(wide)}
-    limits = {"num_warps": NUM_WARPS, "maxnreg": 2048 // NUM_WARPS}  # else the assembler delays loads
-    tensors = (x_TD, gate_XD, bias_X, scratch, counters, weights_TJ, integers)
-    run = _dispatch_kernel[(num_groups * num_lists,)]
-    run(*tensors, scaling, **shape, **limits, **launch.options(is_chained))
+    _dispatch_kernel[(num_groups * num_lists,)](
+        x_TD, gate_XD, bias_X, scratch, counters, weights_TJ, integers, scaling, T=num_tokens, X=num_experts, D=width,
+        GROUPS=num_groups, KEPT=num_kept_groups, PICKS=num_picks, BLOCK_X=BLOCK_X, LENGTH=num_lists, LANES=lanes,
+        SLICES=NUM_WARPS, SLICE=32 if wide == torch.float32 else 128, DOT=launch.dot_dtype(wide), num_warps=NUM_WARPS,
+        maxnreg=2048 // NUM_WARPS, **launch.options(is_chained),  # fewer registers, and the assembler delays loads
+    )  # fmt: skip
     return Dispatch(weights_TJ, experts_P, pairs.view(num_slots, MAX_TOKENS), num_active_1)
 
 
@@ -320,7 +317,7 @@ def choose_kernel(
     tl.store(weights + row * (PICKS + 1) + PICKS, 1.0)
 
 
-def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits_NX: Tensor, bias_X: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """See the package."""
     num_rows, num_experts = logits_NX.shape
     num_groups, num_kept_groups, num_picks, scaling = law

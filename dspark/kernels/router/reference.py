@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from dspark.kernels import MAX_TOKENS
@@ -11,7 +12,7 @@ Law = tuple[int, int, int, float]
 """Of the router: groups, groups kept, experts picked, what the weights sum to."""
 
 
-def route(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits_NX: Tensor, bias_X: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """Choose the law's number of experts for every row inside its best groups.
 
     Scores are sigmoid(logits). The bias takes part in choosing only: a group counts by the sum of its two largest
@@ -42,20 +43,20 @@ class Dispatch(NamedTuple):
     num_active_1 int32: how many experts are visited.
     """
 
-    weights_TJ: torch.Tensor
-    experts_P: torch.Tensor
-    pairs_PN: torch.Tensor
-    num_active_1: torch.Tensor
+    weights_TJ: Tensor
+    experts_P: Tensor
+    pairs_PN: Tensor
+    num_active_1: Tensor
 
 
-def choose(logits_NX: torch.Tensor, bias_X: torch.Tensor, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits_NX: Tensor, bias_X: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """``route``, then the shared expert, with the last id X and weight 1: ids_NJ int32 and weights_NJ, J = K + 1."""
     ids_NK, weights_NK = route(logits_NX, bias_X, law)
     ids_NJ = functional.pad(ids_NK.int(), (0, 1), value=logits_NX.shape[1])
     return ids_NJ, functional.pad(weights_NK, (0, 1), value=1.0)
 
 
-def dispatch(x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, law: Law) -> Dispatch:
+def dispatch(x_TD: Tensor, gate_XD: Tensor, bias_X: Tensor, law: Law) -> Dispatch:
     """``choose`` by x gate^T in float32 or higher, sorted by expert. P = min(X, T*K) + 1.
 
     Weights are float32, or float64 for float64.
@@ -64,7 +65,7 @@ def dispatch(x_TD: torch.Tensor, gate_XD: torch.Tensor, bias_X: torch.Tensor, la
     return list_pairs(*choose(functional.linear(x_TD.to(wide), gate_XD.to(wide)), bias_X, law), len(gate_XD))
 
 
-def list_pairs(ids_TJ: torch.Tensor, weights_TJ: torch.Tensor, num_experts: int) -> Dispatch:
+def list_pairs(ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> Dispatch:
     """What ``choose`` chose, sorted by expert."""
     sorted_M, order_M = ids_TJ.flatten().sort(stable=True)
     is_first_M = functional.pad(sorted_M[1:] != sorted_M[:-1], (1, 0), value=True)
@@ -80,9 +81,6 @@ def list_pairs(ids_TJ: torch.Tensor, weights_TJ: torch.Tensor, num_experts: int)
 def dense_dispatch(num_tokens: int, device: torch.device) -> Dispatch:
     """All tokens at one expert, id 0, with weight 1: a dense MLP as a mixture. J = 1."""
     places_N = torch.arange(MAX_TOKENS, dtype=torch.int32, device=device)
-    return Dispatch(
-        torch.ones(num_tokens, 1, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-        places_N.where(places_N < num_tokens, -1).unsqueeze(0),
-        torch.ones(1, dtype=torch.int32, device=device),
-    )
+    pairs_1N = places_N.where(places_N < num_tokens, -1)[None]
+    weights_TJ = torch.ones(num_tokens, 1, device=device)
+    return Dispatch(weights_TJ, places_N.new_zeros(1), pairs_1N, places_N.new_ones(1))
