@@ -11,11 +11,10 @@ from tiny import PAD_TOKEN_ID, STOP_TOKEN_ID, write_tiny_ling, write_tiny_qwen3
 
 from dspark.errors import CheckpointError, ConfigError, DsparkError
 from dspark.target import loading
-from dspark.target.checkpoint.shapes import tensor_shapes
 from dspark.target.checkpoint.weights import save_checkpoint
 from dspark.target.config import parse_target_config
 from dspark.target.loading import load_tables, load_target, locate_target, target_facts, target_fingerprint
-from dspark.target.model import LingModel
+from dspark.target.model import LingModel, tensor_shapes
 from dspark.target.transformers_target import TransformersTarget
 
 

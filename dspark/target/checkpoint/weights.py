@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 
 from dspark.errors import CheckpointError
 from dspark.files import put_in_place, save_tensors
-from dspark.target.checkpoint.shapes import TensorSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -52,17 +51,17 @@ class Checkpoint:
         """Numbers in all of them."""
         return sum(prod(self._slice(name).get_shape()) for name in self.names)
 
-    def check(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Compare names, shapes and dtypes with what the model needs, before a byte of data is read.
+    def check(self, expected: Mapping[str, torch.Tensor]) -> None:
+        """Compare names, shapes and dtypes with what the model needs (meta tensors), before a byte of data is read.
         Raises: CheckpointError listing the missing, the unexpected and the wrong tensors.
         """
         names = set(self.names)
         problems = [f"{name} is missing" for name in expected if name not in names]
         problems += [f"{name} is unexpected" for name in self.names if name not in expected]
-        for name, spec in expected.items():
+        for name, tensor in expected.items():
             if name in names:
                 found = self._slice(name)
-                wanted = (list(spec.shape), _DTYPES[spec.dtype])
+                wanted = (list(tensor.shape), _DTYPES[tensor.dtype])
                 if (found.get_shape(), found.get_dtype()) != wanted:
                     have = f"{found.get_shape()} {found.get_dtype()}"
                     problems.append(f"{name} must be {wanted[0]} {wanted[1]}, found {have}")

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from tiny import write_tiny_ling
 
 from dspark.errors import CheckpointError
-from dspark.target.checkpoint.shapes import TensorSpec, tensor_shapes
 from dspark.target.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, save_checkpoint
 from dspark.target.config import load_target_config
+from dspark.target.model import tensor_shapes
 
 GATE = "model.layers.1.mlp.gate.weight"
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny_ling(tmp_path / "ling")
 
 
-def expected(folder: Path) -> dict[str, TensorSpec]:
+def expected(folder: Path) -> dict[str, torch.Tensor]:
     return tensor_shapes(load_target_config(folder))
 
 
