@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dspark.target.checkpoint.weights import save_checkpoint
 from dspark.target.config import parse_target_config
 from dspark.target.model import tensor_shapes
 
@@ -94,7 +94,8 @@ def write_tiny_ling(folder: Path, seed: int = 0, **changes: Any) -> Path:
     generator = torch.Generator().manual_seed(seed)
     specs = tensor_shapes(parse_target_config(values))
     names = sorted(specs, key=partial(_drawing_order, values["num_hidden_layers"]))
-    save_checkpoint(folder, ((name, random_weight(name, specs[name], generator)) for name in names))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict({name: random_weight(name, specs[name], generator) for name in names}, folder)
     _write_json(folder / "config.json", values)
     _write_json(folder / "generation_config.json", {"eos_token_id": STOP_TOKEN_ID, "pad_token_id": PAD_TOKEN_ID})
     write_tiny_tokenizer(folder)

@@ -1,1 +1,1 @@
-"""The files of a model folder: which tensors they must hold, reading and writing them."""
+"""The files of a model folder: reading them."""

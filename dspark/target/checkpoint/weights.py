@@ -1,8 +1,8 @@
-"""A model folder's safetensors files: checked by name, read lazily, written whole."""
+"""A model folder's safetensors files: checked by name, read lazily."""
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dspark.errors import CheckpointError
-from dspark.files import put_in_place, save_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -97,38 +96,6 @@ class Checkpoint:
         return self._open[self._file_of[name]].get_slice(name)
 
 
-def save_checkpoint(
-    folder: Path | str, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = 5_000_000_000
-) -> None:
-    """Write (name, tensor) pairs as one safetensors file, or as shards with an index when they exceed a shard.
-
-    Each file is written beside its place, flushed and renamed; the index comes last, so that an interrupted call leaves
-    nothing that ``Checkpoint`` would read. Raises: CheckpointError when the folder already holds weights.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (SINGLE_FILE, INDEX_FILE):
-        if (folder / name).exists():
-            raise CheckpointError(f"{folder / name}: exists already; delete it or write to another folder")
-    shards: list[list[str]] = []
-    total_bytes = 0
-    for shard in _shards(tensors, max_shard_bytes):
-        shards.append(list(shard))
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
-        save_tensors(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
-    if len(shards) == 1:
-        put_in_place(folder / "1.partial", folder / SINGLE_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        put_in_place(folder / f"{number}.partial", folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / "index.partial").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    put_in_place(folder / "index.partial", folder / INDEX_FILE)
-
-
 def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
     """The index's placement (empty for a single file) and the files, in order."""
     if (folder / SINGLE_FILE).is_file():
@@ -175,15 +142,3 @@ def _first_cut(file: Path) -> str:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return ""
     return str(ends[min(cut)]) if cut else ""
-
-
-def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    shard_bytes = 0
-    for name, tensor in tensors:
-        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, shard_bytes = {}, 0
-        shard[name] = tensor.detach().contiguous()
-        shard_bytes += tensor.nbytes
-    yield shard
