@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 
-from dspark.target.checkpoint.weights import Checkpoint
+from dspark.model_folder import Checkpoint
 from dspark.target.config import load_target_config
 from dspark.target.experts import Router
 from dspark.target.model import LingModel

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from dspark.target.checkpoint.weights import Checkpoint
+from dspark.model_folder import Checkpoint
 from dspark.target.config import TargetConfig, load_target_config
 from dspark.target.model import tensor_shapes
 from dspark.verifier.weights import (

@@ -11,7 +11,7 @@ from verifying import random_ids
 
 from dspark.errors import ConfigError
 from dspark.kernels import head
-from dspark.target.checkpoint.weights import Checkpoint
+from dspark.model_folder import Checkpoint
 from dspark.target.config import TargetConfig, load_target_config, parse_target_config
 from dspark.target.model import tensor_shapes
 from dspark.verifier import Shard, Verifier, VerifierWeights, load_weights, random_weights

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import write_tiny_ling
 
 from dspark.errors import CheckpointError
-from dspark.target.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
+from dspark.model_folder import INDEX_FILE, SINGLE_FILE, Checkpoint
 from dspark.target.config import load_target_config
 from dspark.target.model import tensor_shapes
 

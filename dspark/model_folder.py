@@ -50,7 +50,7 @@ class Checkpoint:
         """Numbers in all of them."""
         return sum(prod(self._slice(name).get_shape()) for name in self.names)
 
-    def check(self, expected: Mapping[str, torch.Tensor]) -> None:
+    def check(self, expected: Mapping[str, torch.Tensor], any_dtype: bool = False) -> None:
         """Compare names, shapes and dtypes with what the model needs (meta tensors), before a byte of data is read.
         Raises: CheckpointError listing the missing, the unexpected and the wrong tensors.
         """
@@ -60,7 +60,7 @@ class Checkpoint:
         for name, tensor in expected.items():
             if name in names:
                 found = self._slice(name)
-                wanted = (list(tensor.shape), _DTYPES[tensor.dtype])
+                wanted = (list(tensor.shape), found.get_dtype() if any_dtype else _DTYPES[tensor.dtype])
                 if (found.get_shape(), found.get_dtype()) != wanted:
                     have = f"{found.get_shape()} {found.get_dtype()}"
                     problems.append(f"{name} must be {wanted[0]} {wanted[1]}, found {have}")

@@ -1,1 +1,0 @@
-"""The files of a model folder: reading them."""
