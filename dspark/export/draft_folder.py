@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, DraftMismatchError
 from dspark.export.draft_config import READABLE_ARCHITECTURES, FolderFields, config_json, read_draft_config
-from dspark.files import file_sha256, flush, partial_of, read_json, save_tensors
+from dspark.files import file_sha256, read_json, save_tensors, whole_folder
 from dspark.model_folder import SINGLE_FILE, Checkpoint
 
 PROVENANCE = "provenance.json"
@@ -52,15 +51,12 @@ def write_draft(
     wrong = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if wrong:
         raise CheckpointError(f"{folder}: not written, {wrong[0]} holds numbers that are not finite")
-    partial = partial_of(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     rounded = {name: tensor.to("cpu", torch.bfloat16, copy=True).contiguous() for name, tensor in tensors.items()}
-    save_tensors(rounded, partial / SINGLE_FILE, metadata={"format": "pt"})
-    made = dict(provenance or {}) | {"weights_sha256": file_sha256(partial / SINGLE_FILE)}
-    for name, tree in (("config.json", config), (PROVENANCE, made)):
-        (partial / name).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    _move_into_place(partial, folder)
+    with whole_folder(folder) as partial:
+        save_tensors(rounded, partial / SINGLE_FILE, metadata={"format": "pt"})
+        made = dict(provenance or {}) | {"weights_sha256": file_sha256(partial / SINGLE_FILE)}
+        for name, tree in (("config.json", config), (PROVENANCE, made)):
+            (partial / name).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def read_draft(
@@ -72,9 +68,8 @@ def read_draft(
     Raises: CheckpointError naming missing, unexpected, wrongly shaped or damaged tensors; DraftMismatchError when the
     draft's vocabulary, width or tables are not the target's; ConfigError for another kind of network.
     """
-    config = read_draft_config(folder)
     vocab_size, hidden_size = tables[0].shape
-    check_target(folder, vocab_size=vocab_size, hidden_size=hidden_size)
+    config = check_target(folder, vocab_size=vocab_size, hidden_size=hidden_size)
     with torch.device("meta"):
         draft = DraftModel(config)
     checkpoint, expected = Checkpoint(folder), draft.state_dict()
@@ -150,14 +145,3 @@ def _refuse_to_replace(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file() or not any(tag in config.read_text(encoding="utf-8") for tag in READABLE_ARCHITECTURES):
         raise CheckpointError(f"{folder}: holds something that is not a draft; choose another folder or move it away")
-
-
-def _move_into_place(partial: Path, folder: Path) -> None:
-    for path in [*partial.iterdir(), partial]:
-        flush(path)
-    former = folder.with_name(f".{folder.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
-    if folder.exists():
-        folder.rename(former)
-    partial.rename(folder)
-    shutil.rmtree(former, ignore_errors=True)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dspark.distributed import spread, sum_over_ranks, whole
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError
-from dspark.files import file_sha256, flush, save_tensors
+from dspark.files import file_sha256, save_tensors, whole_folder
 from dspark.train.optimizer import ADAMW, EMA, moment_names
 
 KEPT_CHECKPOINTS = 2
@@ -79,17 +79,11 @@ def save_checkpoint(
     It is written beside its place, flushed and renamed: a kill at any moment leaves the whole of it or the ones before.
     """
     place = folder / f"step-{progress.step:08d}"
-    partial = folder / f".{place.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_tensors(parameters, partial / PARAMETERS)
-    save_tensors(moments, partial / MOMENTS)
-    state = asdict(progress) | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
-    (partial / STATE).write_text(json.dumps(state | {"seal": _seal(state)}, indent=2) + "\n", encoding="utf-8")
-    for path in [*partial.iterdir(), partial]:
-        flush(path)
-    partial.rename(place)
-    flush(folder)
+    with whole_folder(place) as partial:
+        save_tensors(parameters, partial / PARAMETERS)
+        save_tensors(moments, partial / MOMENTS)
+        state = asdict(progress) | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
+        (partial / STATE).write_text(json.dumps(state | {"seal": _seal(state)}, indent=2) + "\n", encoding="utf-8")
     for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
         shutil.rmtree(old)
     return place
