@@ -107,8 +107,8 @@ def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
     """All rows. DeepSpeed and FSDP, which take a step apart in their own way, have the whole step alone."""
     accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
     micro = MicroStep(learner, record)
-    flops = count_operations(run.draft, micro.batch)
-    table.report.update(blocks=len(micro.batch.anchors_A), flops=flops)
+    flops = count_operations(run.draft, micro.here)
+    table.report.update(blocks=len(micro.here.anchors_A), flops=flops)
     alone = None
     if accelerator.distributed_type not in {DistributedType.DEEPSPEED, DistributedType.FSDP}:
         alone = time_calls(micro.whole, device, micro.clear)
