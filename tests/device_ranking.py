@@ -11,6 +11,7 @@ from dspark.kernels.launch import signal, wait
 from dspark.kernels.residual.reference import partial_sum
 from dspark.verifier.capture import Captured
 from dspark.verifier.ranks import Ranks
+from dspark.verifier.ranks.devices import LONG_ROWS
 
 WIDTH, EPS = 2560, 1e-6
 CALLS_PER_GRAPH, MAX_DELAY_NANOSECONDS = 50, 40_000
@@ -53,7 +54,7 @@ def assert_alike(ranks: Ranks, values: torch.Tensor, what: object) -> None:
 def sums_and_gathers(ranks: Ranks, is_chained: bool) -> None:
     """Every window length, and more than one window holds, against the reference; bit-equal over ranks."""
     ranks.reserve(WIDTH)
-    for num_tokens in (*range(1, 17), 40):
+    for num_tokens in (*range(1, 17), 40, 2 * LONG_ROWS + 5):
         for num_parts in (1, 9):
             given = inputs(num_tokens, num_parts, num_tokens * 10 + num_parts, ranks.rank)
             partials_RTD = ranks.gather(partial_sum(given["parts_TKD"], given["weights_TK"]))

@@ -7,37 +7,25 @@ from ranking import LAYERS
 from safetensors.torch import save_file
 from verifying import random_ids
 
-from dspark.kernels import MAX_TOKENS, exchange
+from dspark.kernels import exchange
 from dspark.target.loading import NANO_FOLDER
 from dspark.verifier import Step, Verifier
-from dspark.verifier.ranks import Processes
+from dspark.verifier.ranks import Processes, devices
 from dspark.verifier.ranks.devices import Devices
 
 
 class OverFiles(Devices):
-    """``Devices`` whose slots lie in files."""
+    """``Devices`` whose memory lies in files."""
 
     def __init__(self, ranks: Processes, folder: Path) -> None:
         super().__init__(ranks.store, ranks.rank, ranks.world_size, ranks.limit_seconds)
         self.folder = folder
 
-    def reserve(self, width: int) -> None:
-        if width not in self._exchanges:
-            size = exchange.NUM_TURNS * self.world_size * MAX_TOKENS * width
-            slots = [
-                torch.from_file(str(self.folder / f"{width}-{rank}"), shared=True, size=size, dtype=torch.float32)
-                for rank in range(self.world_size)
-            ]
-            self._kept += slots
-            self._exchanges[width] = exchange.Exchange(
-                self.rank,
-                torch.tensor([memory.data_ptr() for memory in slots]),
-                exchange.empty_slots(slots[self.rank], self.world_size, MAX_TOKENS, width),
-                torch.zeros(MAX_TOKENS, dtype=torch.int32),
-                torch.zeros(MAX_TOKENS, dtype=torch.int32),
-                self.limit_seconds,
-            )
-        Processes.reserve(self, width)
+    def share(self, size: int) -> list[torch.Tensor]:
+        return [
+            torch.from_file(str(self.folder / f"{size}-{rank}"), shared=True, size=size, dtype=torch.float32)
+            for rank in range(self.world_size)
+        ]
 
 
 @torch.no_grad()
@@ -58,6 +46,7 @@ def speak_over_files(ranks: Processes, folder: Path) -> None:
     """The nano target on ranks over files, and sums longer than a window."""
     torch.set_num_threads(1)
     exchange._expect_rows = lambda *arguments: None
+    devices.LONG_ROWS = 8
     together = OverFiles(ranks, folder)
     verifier = Verifier.load(NANO_FOLDER, 64, LAYERS, torch.float32, "cpu", together)
     found = say_a_little(verifier)

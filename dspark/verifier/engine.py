@@ -178,10 +178,10 @@ class Verifier:
         call("Length", self.buffers.length_1.add_, count_1)
 
     def capture(self, most_tokens: int) -> None:
-        """Make ``verify`` of 1 to ``most_tokens`` tokens ready beforehand; what is staged is forgotten."""
+        """Make rounds of 1 to ``most_tokens`` tokens ready beforehand; what is staged is forgotten."""
         for num_tokens in range(1, most_tokens + 1):
             self.make_room(num_tokens)
-            self._window(num_tokens)
+            self.commit_window(self._window(num_tokens)(), self.count_1.zero_())
         self.drop_stage()
 
     def _window(self, num_tokens: int) -> Captured[Window]:

@@ -80,7 +80,8 @@ def test_greedy_texts_and_rounds_are_the_reference_paths(
     assert stop_place is None or len(found.ids_T) <= stop_place + 1
     for ours, theirs in zip(found.rounds, expected.rounds, strict=True):
         assert ours.confidence_logits == pytest.approx(theirs.confidence_logits, abs=2e-3)
-    assert stopwatch.phase_seconds.keys() == {"prefill", "cycle"}
+    parts = {"draft", "verify", "commit", "update", "other"} if torch.cuda.is_available() else {"cycle"}
+    assert stopwatch.phase_seconds.keys() == {"prefill"} | parts
 
 
 def test_without_drafts_it_is_plain_decoding(speaker_of: Make, reference: Target) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
-from dspark.kernels import MAX_TOKENS
 from dspark.verifier.calls import Caller, call
 from dspark.verifier.drafting.acceptance import accept
 from dspark.verifier.drafting.drafter import Drafter, Drafts, Sampler
@@ -122,29 +121,24 @@ class Cycle(Resident[CycleOutput]):
     @torch.no_grad()
     def begin(self, prompt_ids_T: Tensor) -> None:
         """Prefill both models and choose the first id. An earlier sequence is forgotten.
-        Raises: ConfigError as ``Verifier.prefill``; CheckpointError where the target's logits are no numbers.
+        Raises: ConfigError as ``Verifier.prefill``; CheckpointError where the target's logits are no numbers; RankError
+        for a rank that was lost meanwhile.
         """
-        verifier, num_prompt = self.verifier, len(prompt_ids_T)
+        verifier = self.verifier
         self._pending.clear()
         self._cache, output = verifier.prefill([prompt_ids_T])
-        taps_NLD, hidden_ND = output.taps_NLD, output.last_hidden_ND
-        logits_1V = verifier.logits(hidden_ND[-1:])
-        if bool(logits_1V.isnan().any()):
+        logits_1V = verifier.logits(output.last_hidden_ND[-1:])
+        is_damaged = bool(logits_1V.isnan().any())
+        verifier.ranks.check()
+        if is_damaged:
             raise CheckpointError("the target's logits of the prompt are not numbers; its weights are damaged")
         first_id_1 = logits_1V.argmax(-1)
         if self._sampler is not None:
             _, first_id_1 = self._accept(logits_1V[:0], logits_1V, self._sampler, call)
-        count_1 = torch.ones_like(first_id_1)
-        text_T = torch.cat((prompt_ids_T.to(first_id_1.device), first_id_1))
-        for start in range(0, num_prompt, MAX_TOKENS):
-            end = min(start + MAX_TOKENS, num_prompt)
-            verifier.ids_T[1 : end - start] = text_T[start + 1 : end]
-            verifier.ids_T[:1] = text_T[end : end + 1]
-            start_1, end_1 = torch.full_like(count_1, start), torch.full_like(count_1, end)
-            window = Window(taps_NLD[start:end], hidden_ND[start:end], None)
-            self.drafter.update(window, start_1, end_1 - start_1, call)
-        self._num_committed = num_prompt
-        self._send(CycleOutput(self._result(count_1), Drafts(None, None)), 0)
+        self.drafter.begin(torch.cat((prompt_ids_T[1:].to(first_id_1.device), first_id_1)), output)
+        verifier.ids_T[:1] = first_id_1
+        self._num_committed = len(prompt_ids_T)
+        self._send(CycleOutput(self._result(torch.ones_like(first_id_1)), Drafts(None, None)), 0)
 
     def enqueue(self) -> None:
         """Start a cycle, after ``begin`` and with at most one result not received.

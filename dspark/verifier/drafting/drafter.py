@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dspark.types import TargetOutput
 from dspark.verifier.calls import Caller
 from dspark.verifier.engine import Verifier
 from dspark.verifier.step import Choice, accept_best
@@ -39,6 +40,12 @@ class Drafter(Protocol):
     has_confidence: bool
     """Whether every draft comes with a confidence."""
 
+    def begin(self, next_ids_N: Tensor, output: TargetOutput) -> None:
+        """Take in what the target said about a prompt, in place of what was there: rows of the positions from 0 on, of
+        any number, and the id that follows each (int64, on the device).
+        """
+        ...
+
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
         """Put drafts into the verifier's ids_T[1 .. num_drafts], after the anchor ids_T[0]; greedy ones for None."""
         ...
@@ -61,11 +68,14 @@ class NoDrafter:
         wide = torch.promote_types(verifier.weights.dtype, torch.float32)
         self._logits_0V = torch.empty(0, verifier.vocab_size, dtype=wide, device=verifier.weights.device)
 
+    def begin(self, next_ids_N: Tensor, output: TargetOutput) -> None:
+        """There is nothing to take in."""
+
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
         return Drafts(self._logits_0V, None)
 
     def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
-        """There is nothing to take in."""
+        """Nor here."""
 
 
 def gumbel_noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None, like: Tensor) -> Tensor:

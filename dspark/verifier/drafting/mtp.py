@@ -8,10 +8,13 @@ from torch.nn import functional
 
 from dspark.errors import DraftMismatchError
 from dspark.kernels import MAX_TOKENS, head, projection, residual
+from dspark.types import TargetOutput
 from dspark.verifier.blocks import Chain, feed, latent_attention
 from dspark.verifier.calls import Caller, named
 from dspark.verifier.drafting.drafter import Drafts, Sampler, best_id, gather_logits, gumbel_noise
 from dspark.verifier.engine import Verifier
+from dspark.verifier.plan import PIECE_TOKENS
+from dspark.verifier.reading import read_mtp
 from dspark.verifier.weights import MtpWeights
 from dspark.verifier.window import Window
 
@@ -48,6 +51,15 @@ class MtpDrafter:
         self.hidden_JD = table_VD.new_zeros(RING, verifier.hidden_size)
         self._zeros_TD = table_VD.new_zeros(MAX_TOKENS, verifier.hidden_size)
         self._places_T = torch.arange(MAX_TOKENS, device=table_VD.device)
+
+    def begin(self, next_ids_N: Tensor, output: TargetOutput) -> None:
+        """See ``Drafter``: the layer over a prompt in the pieces of a prefill."""
+        num_rows, verifier = len(next_ids_N), self.verifier
+        for start in range(0, num_rows, PIECE_TOKENS):
+            rows = slice(start, start + PIECE_TOKENS)
+            given = (verifier.embedding_VD[next_ids_N[rows]], output.last_hidden_ND[rows])
+            last_ND = read_mtp(self.weights, *given, self.rows_1JC[0], start, verifier.ranks)
+        self.hidden_JD[(num_rows - 1) % RING] = last_ND[-1]
 
     def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
         """See ``Drafter``: the layer over the window, from the target's hidden states."""

@@ -9,39 +9,56 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.distributed_c10d import Store
 from torch.nn import functional
 
-from dspark.kernels import MAX_TOKENS, exchange
+from dspark.kernels import MAX_TOKENS, exchange, residual
+from dspark.kernels.residual.reference import partial_sum
 from dspark.verifier.ranks.processes import Processes, silence
+
+LONG_ROWS = 2048
+"""Rows of a longer sum that lie open to the other ranks at a time."""
 
 
 class Devices(Processes):
-    """Ranks that write to each other's memory; the processes' sockets are used only to meet before the first sum."""
+    """Ranks that reach each other's memory; the processes' sockets are used only to meet before the first sum.
+
+    A window's rows are sent to every rank (``kernels.exchange``). More rows, those of a prompt, are laid open in two
+    memories in turn: all ranks meet, then each reads every other's. So one meeting a sum is enough: who writes the same
+    memory again has met all the others since, and they had read it before they came.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int, limit_seconds: float) -> None:
         super().__init__(store, rank, world_size, limit_seconds)
         self._exchanges: dict[int, exchange.Exchange] = {}
-        self._kept: list[object] = []
+        self._open_R2ND: dict[int, list[Tensor]] = {}
+        self._turn, self._kept = 0, list[object]()
 
     def reserve(self, width: int) -> None:
         if width not in self._exchanges:
-            # Torch would make a multicast object at the rendezvous, which not every machine can bear; we use none.
-            os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-            device = torch.device("cuda", torch.cuda.current_device())
-            size = exchange.NUM_TURNS * self.world_size * MAX_TOKENS * width
-            memory = symmetric_memory.empty(size, dtype=torch.float32, device=device)
-            assert dist.group.WORLD is not None
-            handle = symmetric_memory.rendezvous(memory, dist.group.WORLD)
-            self._kept += [memory, handle]
-            peers = [handle.get_buffer(rank, (size,), torch.float32).data_ptr() for rank in range(self.world_size)]
+            num_slots = exchange.NUM_TURNS * self.world_size * MAX_TOKENS * width
+            every = self.share(num_slots + 2 * LONG_ROWS * width)
+            own, device, is_gpu = every[self.rank][:num_slots], every[self.rank].device, every[self.rank].is_cuda
             self._exchanges[width] = exchange.Exchange(
                 self.rank,
-                torch.tensor(peers, device=device),
-                exchange.empty_slots(memory, self.world_size, MAX_TOKENS, width),
+                torch.tensor([memory.data_ptr() for memory in every], device=device),
+                exchange.empty_slots(own, self.world_size, MAX_TOKENS, width),
                 torch.zeros(MAX_TOKENS, dtype=torch.int32, device=device),
-                torch.zeros(MAX_TOKENS, dtype=torch.int32, pin_memory=True),
+                torch.zeros(MAX_TOKENS, dtype=torch.int32, pin_memory=is_gpu),
                 self.limit_seconds,
             )
-            torch.cuda.synchronize(device)
+            self._open_R2ND[width] = [memory[num_slots:].view(2, LONG_ROWS, width) for memory in every]
+            if is_gpu:
+                torch.cuda.synchronize(device)
         super().reserve(width)
+
+    def share(self, size: int) -> list[Tensor]:
+        """Memory of ``size`` float32 of every rank, which all of them can read and write."""
+        # Torch would make a multicast object at the rendezvous, which not every machine can bear; we use none.
+        os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory = symmetric_memory.empty(size, dtype=torch.float32, device=device)
+        assert dist.group.WORLD is not None
+        handle = symmetric_memory.rendezvous(memory, dist.group.WORLD)
+        self._kept += [memory, handle]
+        return [handle.get_buffer(rank, (size,), torch.float32) for rank in range(self.world_size)]
 
     def check(self) -> None:
         """See ``Ranks``: reads, in pinned memory, whether the device waited for a rank in vain."""
@@ -54,18 +71,26 @@ class Devices(Processes):
         self, parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float,
         *, is_chained: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See ``Ranks``; more than 16 tokens in pieces of 16."""
-        memory = self._exchanges[residual_TD.shape[1]]
-        pieces = []
-        for start in range(0, len(residual_TD), MAX_TOKENS):
-            rows = slice(start, start + MAX_TOKENS)
+        if len(residual_TD) <= MAX_TOKENS:
+            tensors = (parts_TKD, weights_TK, residual_TD, norm_weight_D)
+            return exchange.add_norm(*tensors, eps, self._exchanges[residual_TD.shape[1]], is_chained=is_chained)
+        found = []
+        for start in range(0, len(residual_TD), LONG_ROWS):
+            rows = slice(start, start + LONG_ROWS)
             weights = None if weights_TK is None else weights_TK[rows]
-            tensors = (parts_TKD[rows], weights, residual_TD[rows], norm_weight_D)
-            pieces.append(exchange.add_norm(*tensors, eps, memory, is_chained=is_chained))
-        if len(pieces) == 1:
-            return pieces[0]
-        residuals, normed = zip(*pieces, strict=True)
+            found.append(self._add_long(parts_TKD[rows], weights, residual_TD[rows], norm_weight_D, eps))
+        residuals, normed = zip(*found, strict=True)
         return torch.cat(residuals), torch.cat(normed)
+
+    def _add_long(
+        self, parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self._turn = 1 - self._turn
+        num_rows, width = residual_TD.shape
+        every = [memory_2ND[self._turn, :num_rows] for memory_2ND in self._open_R2ND[width]]
+        every[self.rank].copy_(partial_sum(parts_TKD, weights_TK))
+        self.gather(torch.zeros(1, dtype=torch.int32, device=residual_TD.device))
+        return residual.add_norm(torch.stack(every, 1), None, residual_TD, norm_weight_D, eps)
 
     def gather(self, values: Tensor, *, is_chained: bool = False) -> Tensor:
         """See ``Ranks``; as four-byte numbers, in rows of the slots' width."""

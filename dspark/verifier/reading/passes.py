@@ -10,13 +10,14 @@ from dspark.kernels import mla
 from dspark.kernels.chunks import lay_out
 from dspark.kernels.transfer import onto
 from dspark.layers.rotary import rotary_angles
+from dspark.target.config import TargetConfig
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput
 from dspark.verifier.buffers import Buffers
 from dspark.verifier.plan import PIECE_TOKENS, free_bytes, reading_bytes
 from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.reading.blocks import Rows, feed, latent_attention, linear_attention
-from dspark.verifier.weights import VerifierWeights
+from dspark.verifier.weights import MtpWeights, VerifierWeights
 
 
 @torch.no_grad()
@@ -45,14 +46,8 @@ def read_packed(
     check_taps(target_layer_ids, config.num_hidden_layers)
     check_ids(torch.cat([ids_T.flatten() for ids_T in ids] or [torch.zeros(0, dtype=torch.int64)]), config.vocab_size)
     _check_memory(weights, sum(lengths), len(target_layer_ids), start)
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    chunks = (lay_out(lengths, device), lay_out(lengths, device, mla.PACKED_ROWS))
-    positions_N = torch.cat([torch.arange(start, start + length, device=device) for length in lengths])
-    angles = rotary_angles(positions_N, config.qk_rope_head_dim, config.rope_theta, wide)
-    rows = Rows(*chunks, angles, start, config)
-    dtype = (
-        wide if ranks.world_size > 1 else weights.dtype
-    )  # of the attention's partial sums, rounded once they are whole
+    rows = _lay_out(config, lengths, start, weights.dtype, device)
+    dtype = _summed_dtype(weights.dtype, ranks)
     residual_ND = weights.embedding_VD[onto(device, torch.cat(list(ids)))]
     norms = [layer.input_norm_D for layer in weights.layers[1:]] + [weights.norm_D]
     taps: dict[int, torch.Tensor] = {}
@@ -78,6 +73,48 @@ def read_packed(
         buffers.length_1.fill_(start + lengths[0])
     chosen = [taps[layer] for layer in target_layer_ids]
     return TargetOutput(torch.stack(chosen, 1) if chosen else x_ND.new_empty(len(x_ND), 0, x_ND.shape[1]), x_ND)
+
+
+@torch.no_grad()
+def read_mtp(
+    weights: MtpWeights,
+    next_embedding_ND: torch.Tensor,
+    hidden_ND: torch.Tensor,
+    rows_JC: torch.Tensor,
+    start: int = 0,
+    ranks: Ranks = ALONE,
+) -> torch.Tensor:
+    """The prediction layer over N tokens from position ``start`` on: last_ND, its hidden states after the final norm.
+
+    Reads the embeddings of the ids that follow, the target's last hidden states, and ``start`` latent rows of rows_JC;
+    writes N more there. Source: as ``MtpDrafter``.
+    """
+    layer, config, eps = weights.layer, weights.config, weights.config.rms_norm_eps
+    assert layer.latent is not None
+    rows = _lay_out(config, [len(hidden_ND)], start, hidden_ND.dtype, hidden_ND.device)
+    shape = (config.hidden_size,)
+    embedded_ND = functional.rms_norm(next_embedding_ND, shape, weights.enorm_D, eps)
+    joined_NC = torch.cat((embedded_ND, functional.rms_norm(hidden_ND, shape, weights.hnorm_D, eps)), 1)
+    residual_ND = functional.linear(joined_NC, weights.eh_DC)
+    x_ND = functional.rms_norm(residual_ND, shape, layer.input_norm_D, eps)
+    partial_ND = latent_attention(x_ND, layer.latent, rows, rows_JC).to(_summed_dtype(hidden_ND.dtype, ranks))
+    residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, layer.post_norm_D, eps)
+    return ranks.add_norm(*feed(x_ND, layer, config), residual_ND, weights.norm_D, eps)[1]
+
+
+def _lay_out(
+    config: TargetConfig, lengths: Sequence[int], start: int, dtype: torch.dtype, device: torch.device
+) -> Rows:
+    chunks = (lay_out(lengths, device), lay_out(lengths, device, mla.PACKED_ROWS))
+    positions_N = torch.cat([torch.arange(start, start + length, device=device) for length in lengths])
+    wide = torch.promote_types(dtype, torch.float32)
+    angles = rotary_angles(positions_N, config.qk_rope_head_dim, config.rope_theta, wide)
+    return Rows(*chunks, angles, start, config)
+
+
+def _summed_dtype(dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
+    """Of the attention's partial sums, which are rounded once they are whole."""
+    return torch.promote_types(dtype, torch.float32) if ranks.world_size > 1 else dtype
 
 
 def _linear_memory(

@@ -22,10 +22,10 @@ from dspark.kernels.moe import kernel as moe_kernel
 from dspark.kernels.projection import kernel as projection_kernel
 from dspark.kernels.residual import kernel as residual_kernel
 from dspark.target.loading import NANO_FOLDER
-from dspark.types import Proposal
+from dspark.types import Proposal, TargetOutput
 from dspark.verifier import Shard, Verifier, load_weights
 from dspark.verifier.calls import call
-from dspark.verifier.drafting import BlockDrafter, Drafts, Sampler, draft_weights
+from dspark.verifier.drafting import BlockDrafter, Drafts, Sampler, block, draft_weights
 from dspark.verifier.window import Window
 
 KERNELS = [
@@ -126,6 +126,22 @@ def test_the_context_is_the_plain_drafts_after_any_counts(
             torch.testing.assert_close(
                 ours_LHJE[layer, :, :length], rows[:length].transpose(0, 1), rtol=1e-4, atol=1e-4
             )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, 16, 40])
+def test_a_prompt_taken_in_at_once_is_the_prompt_window_by_window(
+    num_rows: int, draft: DraftModel, drafter_of: Callable[..., BlockDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block, "PIECE_TOKENS", 16)
+    slow, fast = drafter_of(draft), drafter_of(draft)
+    taps_NLD = window_of(slow, num_rows, 0, num_rows).taps_TLD
+    for taps_TLD in torch.split(taps_NLD, 16):
+        update(slow, Window(taps_TLD, taps_TLD[:, 0], None), len(taps_TLD))
+    fast.begin(torch.zeros(num_rows, dtype=torch.int64), TargetOutput(taps_NLD, taps_NLD[:, 0]))
+    for found, expected in ((fast.keys_LHJE, slow.keys_LHJE), (fast.values_LHJE, slow.values_LHJE)):
+        torch.testing.assert_close(found[:, :, :num_rows], expected[:, :, :num_rows], rtol=1e-4, atol=1e-4)
+        assert found[:, :, num_rows:].isnan().all()
 
 
 @torch.no_grad()

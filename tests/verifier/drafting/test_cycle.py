@@ -117,6 +117,7 @@ def test_an_update_finds_the_id_that_follows_every_committed_row(
 ) -> None:
     drafter = drafter_of(draft)
     whole, own, after = Cycle(drafter.verifier, drafter), drafter.update, dict[int, int]()
+    monkeypatch.setattr(drafter, "begin", lambda next_ids_N, output: after.update(enumerate(next_ids_N.tolist())))
 
     def update(window: Any, start_1: torch.Tensor, count_1: torch.Tensor, call: Any) -> None:
         next_id, *rest = drafter.verifier.ids_T.tolist()

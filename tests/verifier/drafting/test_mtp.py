@@ -21,9 +21,10 @@ from dspark.errors import ConfigError, DraftMismatchError
 from dspark.target.config import load_target_config, parse_target_config
 from dspark.target.loading import NANO_FOLDER, load_target
 from dspark.target.model import LingModel, tensor_shapes
+from dspark.types import TargetOutput
 from dspark.verifier import MtpWeights, Shard, Step, Verifier, load_mtp, load_weights, make_plan, random_mtp
 from dspark.verifier.calls import call
-from dspark.verifier.drafting import Cycle, Drafts, MtpDrafter, Sampler
+from dspark.verifier.drafting import Cycle, Drafts, MtpDrafter, Sampler, mtp
 from dspark.verifier.timing import call_bytes, record_step
 from dspark.verifier.weights import allocate_mtp, tensors_of
 from dspark.verifier.window import Window
@@ -98,6 +99,26 @@ def test_greedy_drafts_are_those_of_a_loop_over_the_plain_layer(target: LingMode
             drafts = drafter.draft(None, call)
             assert ids_T.tolist() == [anchor_id, *text.propose(target, None, 5)[0], *[-1] * 10], count
             assert drafts == Drafts(None, None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, 16, 40])
+def test_a_prompt_taken_in_at_once_is_the_prompt_window_by_window(
+    num_rows: int, folder: Path, target: LingModel, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp, "PIECE_TOKENS", 16)
+    text, slow, fast = Text(), drafter_of(folder, 5, device=kernel_device), drafter_of(folder, 5, device=kernel_device)
+    for seed, start in enumerate(range(0, num_rows, 16)):
+        size = min(16, num_rows - start)
+        text.commit(slow, size, size, seed)
+    prompt = (text.next_ids.to(kernel_device), text.hidden.to(kernel_device))
+    fast.begin(prompt[0], TargetOutput(prompt[1][:, None], prompt[1]))
+    torch.testing.assert_close(fast.rows_1JC[:, :num_rows], slow.rows_1JC[:, :num_rows], rtol=1e-4, atol=1e-4)
+    assert fast.rows_1JC[:, num_rows:].isnan().all()
+    fast.verifier.buffers.length_1.fill_(num_rows)
+    fast.verifier.ids_T[:1] = text.next_ids[-1]
+    fast.draft(None, call)
+    assert fast.verifier.ids_T[1:6].tolist() == text.propose(target, None, 5)[0]
 
 
 @torch.no_grad()
@@ -306,7 +327,10 @@ def test_two_ranks_draft_what_one_drafts(is_greedy: bool, folder: Path) -> None:
     @torch.no_grad()
     def run(drafter: MtpDrafter) -> tuple[list[int], Drafts]:
         sampler = None if is_greedy else Sampler(torch.full((1,), 2.0), torch.Generator().manual_seed(3))
-        text = Text()
+        text, hidden_ND = Text(), torch.randn(20, 32, generator=torch.Generator().manual_seed(9))
+        drafter.begin(random_ids(VOCAB, 20), TargetOutput(hidden_ND[:, None], hidden_ND))
+        drafter.verifier.buffers.length_1.fill_(20)
+        drafter.draft(sampler, call)
         for seed, count in enumerate(COUNTS[:3]):
             text.commit(drafter, count, 16, seed)
             drafts = drafter.draft(sampler, call)

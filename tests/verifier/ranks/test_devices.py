@@ -52,14 +52,17 @@ def test_two_gpus_say_what_one_says(tmp_path: Path, target: str) -> None:
     place = NANO_FOLDER if target == "nano" else write_tiny_ling(tmp_path / "target", **MIDDLING)
     work = partial(ranking.write_everything, folder=tmp_path, dtypes=DTYPES, device="cuda", num_greedy=256)
     start(partial(work, target=place), 2, "cuda", 60.0)
-    for dtype in DTYPES:
-        first, second = ranking.read_everything(tmp_path, dtype, 2)
-        verifier = Verifier.load(place, CAPACITY_TOKENS + 64, ranking.LAYERS, dtype, "cuda:0")
-        alone = ranking.everything(verifier, 256)
-        ranking.assert_alike([first, second])
-        ranking.assert_same_text(first, alone, dtype)
-        if dtype == torch.float32:
-            ranking.assert_near(first, alone, 1e-4)
+    exact, rounded = (Verifier.load(place, CAPACITY_TOKENS + 64, ranking.LAYERS, dtype, "cuda:0") for dtype in DTYPES)
+    alone = ranking.everything(exact, 256)
+    several = ranking.read_everything(tmp_path, torch.float32, 2)
+    ranking.assert_alike(several)
+    ranking.assert_near(several[0], alone, 1e-4)
+    ranking.assert_same_text(several[0], alone, 2e-5)
+    alone_rounded = ranking.everything(rounded, 256)
+    several = ranking.read_everything(tmp_path, torch.bfloat16, 2)
+    ranking.assert_alike(several)
+    ranking.assert_round_no_worse(several[0], alone_rounded, alone)
+    ranking.assert_same_text(several[0], alone_rounded, 4 * ranking.rounding(alone_rounded, exact))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -43,12 +43,9 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, alone: dict[torch.dtype, di
     for dtype in DTYPES:
         ranks = ranking.read_everything(tmp_path, dtype, 2)
         ranking.assert_alike(ranks)
-        ranking.assert_same_text(ranks[0], alone[dtype], dtype)
+        ranking.assert_same_text(ranks[0], alone[dtype], {torch.float32: 2e-5, torch.bfloat16: 0.15}[dtype])
     ranking.assert_near(ranking.read_everything(tmp_path, torch.float32, 2)[0], alone[torch.float32], 1e-5)
-    exact, single, double = alone[torch.float32], alone[torch.bfloat16], ranks[0]
-    for name in ("prompt", "window", "window taps", "after 2", "logits"):  # two ranks round no worse than one
-        errors = [(found[name].float() - exact[name]).norm() / exact[name].norm() for found in (single, double)]
-        assert errors[1] < 1.25 * errors[0] < 0.05, name
+    ranking.assert_round_no_worse(ranks[0], alone[torch.bfloat16], alone[torch.float32])
 
 
 def test_four_ranks_say_what_one_says(tmp_path: Path, alone: dict[torch.dtype, dict[str, torch.Tensor]]) -> None:
