@@ -70,27 +70,20 @@ class Checkpoint:
 
     def get(self, name: str) -> torch.Tensor:
         """The whole tensor, in the dtype it is stored in. Raises: CheckpointError when the folder does not hold it."""
-        self._require(name)
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: {name} is missing")
         tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
         return tensor
 
     def get_slice(self, name: str, dim: int, rank: int, world_size: int) -> torch.Tensor:
-        """The ``rank``-th of ``world_size`` equal parts along ``dim`` (0 or 1); only these bytes are read for dim 0.
-        Raises: CheckpointError when the folder does not hold the tensor or the ranks do not divide it.
+        """The ``rank``-th of ``world_size`` equal parts along ``dim`` (0 or 1), of a tensor and by ranks that were
+        checked; only these bytes are read for dim 0.
         """
-        self._require(name)
         stored = self._slice(name)
-        shape = stored.get_shape()
-        size = shape[dim]
-        if size % world_size:
-            raise CheckpointError(f"{name}: dimension {dim} of {shape} does not divide by {world_size} ranks")
+        size = stored.get_shape()[dim]
         part = slice(rank * size // world_size, (rank + 1) * size // world_size)
         tensor: torch.Tensor = stored[part] if dim == 0 else stored[:, part]
         return tensor.contiguous()
-
-    def _require(self, name: str) -> None:
-        if name not in self._file_of:
-            raise CheckpointError(f"{self.folder}: {name} is missing")
 
     def _slice(self, name: str) -> Any:
         return self._open[self._file_of[name]].get_slice(name)

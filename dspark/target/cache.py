@@ -122,10 +122,6 @@ class LingCache:
         """Remember what ``num_tokens`` verified tokens would do; the latent layers' rows are written already."""
         self._stages, self.num_staged = stages, num_tokens
 
-    def drop_stage(self) -> None:
-        """Forget the staged tokens."""
-        self._stages, self.num_staged = [], 0
-
     def commit(self, counts_B: torch.Tensor) -> None:
         """Make the first counts_B[b] staged tokens of sequence b permanent and drop the rest.
         Raises: ValueError for counts outside 0..T or of the wrong number, T being 0 when nothing is staged.
@@ -136,7 +132,7 @@ class LingCache:
         if self._stages and any(counts):
             self._commit_linear(counts_B.to(self.rows_MBJC.device), is_whole=min(counts) == self.num_staged)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.drop_stage()
+        self.stage([], 0)
 
     def _reserve(self, num_tokens: int) -> None:
         missing = max(self.lengths) + num_tokens - self.rows_MBJC.shape[2]

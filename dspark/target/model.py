@@ -140,7 +140,7 @@ class LingModel(nn.Module):
 
     @torch.no_grad()
     def verify(self, ids_BT: Tensor, cache: LingCache) -> LingOutput:
-        cache.drop_stage()
+        cache.stage([], 0)
         view = cache.view(ids_BT.shape[1])
         angles = self._angles(view.layout)
         stages: list[LinearStage] = []

@@ -26,8 +26,10 @@ from dspark.export import (
     read_draft,
     write_draft,
 )
-from dspark.export.draft_config import FORBIDDEN_KEYS
 
+FORBIDDEN_KEYS = ("quantization_config", "auto_map", "num_nextn_predict_layers", "layer_group_size")
+FORBIDDEN_KEYS += ("partial_rotary_factor", "rope_interleave", "speculators_model_type")
+"""Keys that make a runtime take the folder for something else."""
 FIELDS = FolderFields(eos_token_id=57, pad_token_id=58)
 SMALL = DraftConfig(
     vocab_size=61,
