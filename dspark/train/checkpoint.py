@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -178,10 +177,7 @@ def _read_tensors(place: Path, name: str, state: dict[str, Any]) -> dict[str, Te
     found = file_sha256(path) if path.is_file() else "no file"
     if found != expected:
         raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected}; delete {place}, then resume")
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+    tensors: dict[str, Tensor] = load_file(path)
     return tensors
 
 
