@@ -1,5 +1,6 @@
 """The frozen description of a run and of a draft; load, override, save."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -24,6 +25,14 @@ def _refuse_no_folder(path: Path) -> Path:
     return path
 
 
+def _refuse_secrets(url: str) -> str:
+    """A base address alone: what may hold a password is refused and never repeated."""
+    found = re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:(\d{1,5}))?(/[\w.~/-]*)?", url, re.ASCII | re.IGNORECASE)
+    if not found or int(found[3] or 0) > 65535:
+        raise ValueError("must be like http://host:port/v1, without user, query or fragment")
+    return url.rstrip("/")
+
+
 IsNumber = BeforeValidator(_refuse_truth)
 PositiveInt = Annotated[int, Field(ge=1, lt=2**63), IsNumber]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), IsNumber]
@@ -35,6 +44,7 @@ Fraction = Annotated[float, Field(ge=0, le=1), IsNumber]
 Share = Annotated[float, Field(gt=0, le=1), IsNumber]
 Beta = Annotated[float, Field(ge=0, lt=1), IsNumber]
 Folder = Annotated[Path, AfterValidator(_refuse_no_folder)]
+BaseUrl = Annotated[str, AfterValidator(_refuse_secrets)]
 
 
 class Section(BaseModel):
@@ -55,13 +65,30 @@ class DataSection(Section):
     """Where prompts come from and how the target answers them."""
 
     sources: tuple[str, ...]
-    """JSONL or parquet files, or hub names; each row has ``messages``, ``prompt`` or ``text``."""
+    """JSONL or parquet files, or hub names; each row has ``messages``, ``prompt`` or ``text``. Or one YAML file that
+    describes a mixture (``dspark.data.mixture``)."""
     split: str = "train"
     max_conversations: PositiveInt | None = None
     temperature: NonNegativeFloat = 1.0
     max_response_tokens: PositiveInt = 2048
     generation_batch_size: PositiveInt = 64
     is_thinking: bool = False
+    endpoints: tuple[BaseUrl, ...] = ()
+    """Base addresses of OpenAI-compatible servers of the target; none: the target answers in process."""
+    served_model: str = ""
+    """The target's name at the endpoints."""
+    endpoint_route: Literal["completions", "chat/completions"] = "completions"
+    """chat/completions is for servers that take text only; what is not exact then: dspark/data/endpoints.py."""
+    concurrency: PositiveInt = 64
+    """Requests in flight per endpoint."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.endpoints and not self.served_model:
+            raise ValueError("served_model is missing: the name under which the endpoints serve the target")
+        if self.endpoint_route == "chat/completions" and self.is_thinking:
+            raise ValueError("is_thinking needs endpoint_route completions, whose ids hold the thoughts in their place")
+        return self
 
 
 class RecordSection(Section):

@@ -31,6 +31,10 @@ class PromptError(DsparkError, ValueError):
     """Conversations or prompts that cannot be turned into a supervised example."""
 
 
+class EndpointError(DsparkError, RuntimeError):
+    """An endpoint that refuses a request, or endpoints that do not answer; what was answered before stays on disk."""
+
+
 class DraftMismatchError(DsparkError, ValueError):
     """A draft that does not belong to the target it is used with."""
 

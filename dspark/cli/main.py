@@ -33,6 +33,7 @@ dspark demo --config my-demo.yaml
     prepare: """
 dspark prepare --config configs/nano.yaml
 dspark prepare --config configs/nano.yaml --set data.max_conversations=10 --set record.folder=runs/trial
+dspark prepare --config RUN.yaml --set "data.endpoints=[http://host:8000/v1]" --set data.served_model=NAME
 """,
     record: """
 dspark record --config configs/nano.yaml

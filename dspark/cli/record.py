@@ -12,6 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
 from dspark.cli.identity import describe_origin
+from dspark.cli.mixing import prompt_sources
 from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import ChatFormat, Encoded, check_length, digest, encode_conversation
@@ -86,7 +87,7 @@ def read_given(run: RunConfig, chat: ChatFormat, is_leaving_out: bool) -> list[E
         check_length(encoded.place, len(encoded.ids_T), run.record.max_tokens)
         return encoded
 
-    conversations = read_conversations(run.data.sources, run.data.split, run.data.max_conversations)
+    conversations = read_conversations(prompt_sources(run), run.data.split, run.data.max_conversations)
     return encode_each(conversations, encode, is_leaving_out=is_leaving_out)
 
 

@@ -1,5 +1,6 @@
 """What the commands share with the terminal: the ``--device`` option, checked before anything is loaded, and bars."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
@@ -39,11 +40,31 @@ def _progress(is_shown: bool = True) -> Progress:
 
 
 @contextmanager
-def count_progress(name: str, total: int) -> Iterator[Callable[..., None]]:
+def count_progress(name: str, total: int | None) -> Iterator[Callable[..., None]]:
     """Show ``name`` and a bar of ``total``; the function given advances it by its argument, or one. On stderr."""
     with _progress() as progress:
         task = progress.add_task(name, total=total)
         yield lambda count=1: progress.advance(task, count)
+
+
+@contextmanager
+def answer_progress(total: int, failures: Sequence[str]) -> Iterator[Callable[[int, int], None]]:
+    """The same for answers: the function takes rows and their new tokens; the speed and how many tries failed stand
+    behind the name, and the last failure until there is another row.
+    """
+    start, num_tokens = time.monotonic(), 0
+    with _progress() as progress:
+        task = progress.add_task("responses", total=total)
+
+        def advance(num_rows: int, num_new_tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += num_new_tokens
+            failed = f", {len(failures)} failed tries" if failures else ""
+            failed += f" ({failures[-1]:.60})" if failures and not num_rows else ""
+            speed = num_tokens / (time.monotonic() - start)
+            progress.update(task, advance=num_rows, description=f"responses: {speed:,.0f} tokens/s{failed}")
+
+        yield advance
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,16 +54,32 @@ def encode_prompt(chat: ChatFormat, conversation: Conversation) -> torch.Tensor:
     """
     if conversation.text is not None:
         return _text_ids(chat, conversation)
-    messages = list(conversation.messages)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
+    messages = asked_messages(conversation)
     if not any(message["role"] == "user" and message["content"] for message in messages):
         roles = [message["role"] for message in conversation.messages]
         raise PromptError(f"{conversation.place}: found messages of {roles}; expected a user message with text")
-    ids = _ids(chat, _render(chat, conversation, messages, is_open=True))
+    ids = encode_text(chat, _render(chat, conversation, messages, is_open=True))
     if not ids:
         raise PromptError(f"{conversation.place}: the chat template writes nothing; mend it or give rows with 'text'")
     return torch.tensor(ids)
+
+
+def asked_messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """The messages up to where the target is to go on: without assistant messages after the last user turn."""
+    messages = list(conversation.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages
+
+
+def encode_answer(chat: ChatFormat, conversation: Conversation, text: str) -> list[int]:
+    """Ids of an answer known as text, as our template writes it behind ``encode_prompt``: to its end-of-turn token.
+    Raises: PromptError as ``encode_conversation``.
+    """
+    messages = (*asked_messages(conversation), {"role": "assistant", "content": text})
+    *_, (piece, _), _ = _pieces(chat, replace(conversation, messages=messages))
+    ids = encode_text(chat, piece)
+    return ids[: _length_to_end_of_turn(chat, conversation, ids)]
 
 
 def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded:
@@ -82,7 +98,7 @@ def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded
     ids: list[int] = []
     mask: list[bool] = []
     for piece, is_assistant in _pieces(chat, conversation):
-        piece_ids = _ids(chat, piece)
+        piece_ids = encode_text(chat, piece)
         num_supervised = _length_to_end_of_turn(chat, conversation, piece_ids) if is_assistant else 0
         ids += piece_ids
         mask += [True] * num_supervised + [False] * (len(piece_ids) - num_supervised)
@@ -170,6 +186,7 @@ def _text_ids(chat: ChatFormat, conversation: Conversation) -> torch.Tensor:
     return torch.tensor(ids)
 
 
-def _ids(chat: ChatFormat, text: str) -> list[int]:
+def encode_text(chat: ChatFormat, text: str) -> list[int]:
+    """Ids of a text as it stands; no special token is added."""
     ids: list[int] = chat.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
     return ids

@@ -45,8 +45,8 @@ def read_conversations(sources: Sequence[str], split: str, limit: int | None = N
     present counts.
     Raises: PromptError naming source and line for a missing file, a row that is not JSON, or a row without text.
     """
-    rows = ((source, index, row) for source in sources for index, row in _rows(source, split))
-    found = [_conversation(source, index, row) for source, index, row in islice(rows, limit)]
+    rows = ((source, index, row) for source in sources for index, row in source_rows(source, split))
+    found = [parse_conversation(source, index, row) for source, index, row in islice(rows, limit)]
     if not found:
         raise PromptError(f"{', '.join(sources) or 'data.sources'}: found no conversation; {_EXPECTED}")
     return found
@@ -74,7 +74,8 @@ def encode_each(
     return encoded
 
 
-def _rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
+def source_rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
+    """The rows of a file, or of a split of a hub data set, numbered from 1. Raises: PromptError, see above."""
     is_file = Path(source).suffix in {".jsonl", ".parquet"}
     return read_rows(source) if is_file else enumerate(_hub_rows(source, split), 1)
 
@@ -122,7 +123,8 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
     return rows
 
 
-def _conversation(source: str, index: int, row: Any) -> Conversation:
+def parse_conversation(source: str, index: int, row: Any) -> Conversation:
+    """A row as ``read_conversations`` takes it. Raises: PromptError naming source and line."""
     place = f"{source}:{index}"
     if not isinstance(row, dict):
         raise PromptError(f"{place}: found {type(row).__name__}; {_EXPECTED}")

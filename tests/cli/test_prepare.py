@@ -1,11 +1,12 @@
 """dspark prepare: the target's own answers, whole, the longest prompt first, resumable; bad prompts are refused."""
 
 import json
-import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prompts_run import write_prompts_run
 from tiny import STOP_TOKEN_ID
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from dspark.cli.prepare import prepare
 from dspark.data.responses import read_header
 from dspark.decode.generation import generate
 from dspark.decode.sampling import Sampling, row_uniforms
-from dspark.errors import PromptError, RecordError
+from dspark.errors import ConfigError, PromptError, RecordError
 from dspark.target.loading import load_target
 from dspark.target.tokenizer import load_tokenizer
 
@@ -63,7 +64,9 @@ def test_a_stopped_run_goes_on_to_the_same_bytes_and_a_finished_one_loads_no_tar
     config, path = write_prompts_run(tmp_path, *ROWS), tmp_path / "record" / "responses.jsonl"
     prepare(config)
     whole = path.read_bytes()
-    os.truncate(path, len(whole) * 2 // 3)
+    path.rename(path.with_suffix(".whole"))
+    lines = path.with_suffix(".whole").read_bytes().splitlines(keepends=True)
+    path.with_suffix(".journal").write_bytes(b"".join(b"%d %s" % pair for pair in enumerate(lines))[: len(whole) // 2])
     prepare(config)
     assert path.read_bytes() == whole
     monkeypatch.setattr(door, "load_target", None)
@@ -98,3 +101,24 @@ def test_the_command_line_says_how_many_and_where(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["prepare", "--config", str(config), "--set", "data.max_conversations=2"])
     assert result.exit_code == 0, result.output
     assert f"2 responses in {tmp_path / 'record' / 'responses.jsonl'}" in result.output
+
+
+def test_a_mixture_takes_the_place_of_its_sources(tmp_path: Path) -> None:
+    """Two rows repeat others, one is a task's, one is held out; what is answered is the rest, however often asked."""
+    config = write_prompts_run(tmp_path, *ROWS[:4], {"prompt": "add 1 AND 2"}, {"prompt": "What is a heap?"})
+    rows = yaml.safe_load(config.read_text())["data"]["sources"]
+    (tmp_path / "task.jsonl").write_text(json.dumps({"prompt": "what is a heap"}) + "\n")
+    mixture = {"sources": [{"path": rows[0], "held_out": 1}], "apart_from": [str(tmp_path / "task.jsonl")]}
+    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture))
+    options = ["prepare", "--config", str(config), "--set", "data.max_response_tokens=4"]
+    chosen = ["--set", f"data.sources=[{tmp_path / 'mixture.yaml'}]"]
+    for _ in range(2):
+        result = CliRunner().invoke(app, [*options, *chosen])
+        assert result.exit_code == 0, result.output
+        assert re.findall(r"^ .*[a-z] +(\d) *$", result.output, re.MULTILINE) == list("600120012"), result.output
+    answered = [json.loads(line) for line in (tmp_path / "record" / "responses.jsonl").read_text().splitlines()]
+    held_out = json.loads((tmp_path / "record" / "prompts" / "held_out.jsonl").read_text())
+    assert len(answered) == 2
+    assert held_out["index"] not in {row["index"] for row in answered}
+    with pytest.raises(ConfigError, match=r"data.sources holds a mixture and 1 more"):
+        prepare(config, [f"data.sources=[{tmp_path / 'mixture.yaml'}, {rows[0]}]"])

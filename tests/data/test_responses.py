@@ -19,6 +19,7 @@ from dspark.data.responses import (
     Prompt,
     ResponsesHeader,
     header_path,
+    in_batches,
     read_header,
     read_responses,
     write_responses,
@@ -65,19 +66,25 @@ def answer(ids: Sequence[torch.Tensor], first_row: int) -> list[torch.Tensor]:
     return [torch.tensor(tail) for tail in tails[: len(ids)]]
 
 
-def write(path: Path, tokenizer: PreTrainedTokenizerFast, header: ResponsesHeader = HEADER) -> list[int]:
-    """Write or continue; returns the first rows of the batches that had to be generated."""
-    heard: list[None] = []
+def write(
+    path: Path, tokenizer: PreTrainedTokenizerFast, header: ResponsesHeader = HEADER, most_batches: int = 9
+) -> list[int]:
+    """Write or continue; returns the first rows of the batches that had to be generated. Ends at ``most_batches``."""
+    heard: list[int] = []
     generated: list[int] = []
 
     def generate(ids: Sequence[torch.Tensor], first_row: int) -> list[torch.Tensor]:
-        assert len(heard) == first_row
+        assert path.with_suffix(".journal").read_bytes().count(b"\n") == sum(heard)
         assert first_row % HEADER.generation_batch_size == 0
+        if len(generated) == most_batches:
+            raise KeyboardInterrupt
         generated.append(first_row)
         return answer(ids, first_row)
 
-    write_responses(generate, tokenizer, prompts(), header, path, lambda: heard.append(None))
-    assert len(heard) == 8
+    ask = in_batches(generate, prompts(), HEADER.generation_batch_size)
+    kinds = write_responses(ask, tokenizer, prompts(), header, path, lambda rows, _: heard.append(rows))
+    assert sum(heard) == kinds["rows"] == 8
+    assert not path.with_suffix(".journal").exists()
     return generated
 
 
@@ -108,17 +115,61 @@ def test_a_cut_response_has_no_end_of_turn_that_the_target_did_not_write(
         assert (encoded.ids_T == STOP_TOKEN_ID).sum() == (row["finish_reason"] == "stop")
 
 
-@pytest.mark.parametrize("num_bytes_lost", [1, 40, 200, 500, 900])
-def test_a_torn_file_is_continued_to_the_same_bytes(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, num_bytes_lost: int
+def as_journal(path: Path, order: Sequence[int]) -> bytes:
+    """A finished file as the journal that it came from, had the rows been completed in this order."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.unlink()
+    journal = b"".join(b"%d %s" % (row, lines[row]) for row in order)
+    path.with_suffix(".journal").write_bytes(journal)
+    return journal
+
+
+@pytest.mark.parametrize("num_bytes_lost", [1, 40, 200, 500, 900, 1100])
+@pytest.mark.parametrize("order", [range(8), (5, 0, 7, 2, 4, 3, 1, 6)])
+def test_a_torn_journal_is_continued_to_the_same_bytes(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, num_bytes_lost: int, order: Sequence[int]
 ) -> None:
     path = tmp_path / "responses.jsonl"
     write(path, tokenizer)
     whole = path.read_bytes()
-    os.truncate(path, len(whole) - num_bytes_lost)
-    write(path, tokenizer)
+    journal = as_journal(path, order)
+    os.truncate(path.with_suffix(".journal"), len(journal) - num_bytes_lost)
+    kept = order[: journal[:-num_bytes_lost].count(b"\n")]
+    missing = sorted({row // 3 * 3 for row in range(8) if row not in kept})
+    if len(missing) > 1:
+        with pytest.raises(KeyboardInterrupt):
+            write(path, tokenizer, most_batches=1)
+        del missing[0]
+    assert write(path, tokenizer) == missing
     assert path.read_bytes() == whole
     assert write(path, tokenizer) == []
+
+
+def test_a_kill_while_the_file_takes_its_place_costs_nothing(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    write(path, tokenizer)
+    whole = path.read_bytes()
+    as_journal(path, range(8))
+    (tmp_path / ".responses.jsonl.partial").write_bytes(whole[:99])
+    assert write(path, tokenizer) == []
+    assert path.read_bytes() == whole
+    path.with_suffix(".journal").write_bytes(b"left over")
+    assert write(path, tokenizer) == []
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("row", [b"8", b"2", b"-1", b"x", b"", b"9" * 5000])
+def test_a_journal_with_a_row_that_is_none_or_comes_twice_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: bytes
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    write(path, tokenizer)
+    journal = as_journal(path, range(3))
+    path.with_suffix(".journal").write_bytes(journal + row + journal[1:].splitlines(keepends=True)[0])
+    with pytest.raises(RecordError, match=r"responses.journal:4: .* is no row, or one that was there before"):
+        write(path, tokenizer)
 
 
 CHILD = """
@@ -127,7 +178,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 from test_responses import HEADER, answer, prompts
-from dspark.data.responses import write_responses
+from dspark.data.responses import in_batches, write_responses
 
 def slow(ids, first_row):
     if first_row == 6:
@@ -136,7 +187,7 @@ def slow(ids, first_row):
     return answer(ids, first_row)
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
-write_responses(slow, tokenizer, prompts(), HEADER, Path(sys.argv[2]), lambda: None)
+write_responses(in_batches(slow, prompts(), 3), tokenizer, prompts(), HEADER, Path(sys.argv[2]), lambda *_: None)
 """
 
 
@@ -150,11 +201,11 @@ def test_a_killed_run_is_continued_to_the_same_bytes(tmp_path: Path, tokenizer: 
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    assert len(path.read_bytes().splitlines()) == 6
-    with open(path, "ab") as file:
-        file.write(b'{"source": "p.jsonl", "ind')
-    with pytest.raises(RecordError, match=r"responses.jsonl:7: not a response"):
-        read_responses(path, HEADER)
+    assert len(path.with_suffix(".journal").read_bytes().splitlines()) == 6
+    with open(path.with_suffix(".journal"), "ab") as file:
+        file.write(b'6 {"source": "p.jsonl", "ind')
+    with pytest.raises(RecordError, match=r"found no finished responses"):
+        read_header(path)
     assert write(path, tokenizer) == [6]
     write(whole, tokenizer)
     assert path.read_bytes() == whole.read_bytes()
@@ -191,13 +242,13 @@ def test_an_unfinished_or_damaged_file_is_named(tmp_path: Path, tokenizer: PreTr
     write(path, tokenizer)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:6]))
-    with pytest.raises(RecordError, match="found 6 responses, expected 8; run dspark prepare again"):
+    with pytest.raises(RecordError, match="found 6 responses, expected 8; delete it"):
         read_responses(path, HEADER)
     path.write_text("".join([*lines[:2], lines[2].replace("stop", "tired"), *lines[3:]]))
     with pytest.raises(RecordError, match=r"responses.jsonl:3: not a response \(finish_reason"):
         read_responses(path, HEADER)
     path.write_text("".join([*lines, lines[-1]]))
-    with pytest.raises(RecordError, match="found 9 rows for 8 prompts"):
+    with pytest.raises(RecordError, match="found 9 responses, expected 8"):
         write(path, tokenizer)
     header_path(path).write_text("{}")
     with pytest.raises(RecordError, match="target is missing"):

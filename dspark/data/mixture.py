@@ -1,0 +1,256 @@
+"""A mixture of prompts from several sources: filtered, without repetitions, in proportion; streamed to two files."""
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice, pairwise
+from pathlib import Path
+from shutil import rmtree
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError, model_validator
+
+from dspark.config import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, describe_validation
+from dspark.data.conversations import Conversation, parse_conversation, source_rows
+from dspark.data.duplicates import Fingerprints
+from dspark.errors import ConfigError, PromptError
+from dspark.files import partial_of, put_in_place, write_whole
+
+TRAIN_FILE, HELD_OUT_FILE, REPORT_FILE = "train.jsonl", "held_out.jsonl", "mixture.json"
+BATCH_ROWS = 1024
+LEFT, TAKEN, HELD_OUT = 0, 1, 2
+
+
+class Source(Section):
+    """Prompts of one kind, and which of them are wanted."""
+
+    path: str
+    """A JSONL or parquet file, or a hub name; each row has ``messages``, ``prompt``, ``turns`` or ``text``."""
+    split: str = "train"
+    prompt_column: str | None = None
+    """What holds the prompt in rows of another kind."""
+    weight: PositiveFloat | None = None
+    """Share of the mixture beside the other weights; all sources have one, or none has and every row is taken."""
+    held_out: NonNegativeInt = 0
+    """Rows that are kept for comparisons, drawn by the seed."""
+    min_characters: NonNegativeInt = 1
+    max_characters: PositiveInt | None = None
+    """Of what the user says."""
+    where: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Columns that must hold just this, ``{language: English}``."""
+
+
+class Mixture(Section):
+    """The description of a mixture, a YAML file."""
+
+    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    num_rows: PositiveInt | None = None
+    """Rows to take in all; without it as many as the weights allow."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    near_similarity: Share | None = 0.8
+    """Rows as near as this to an earlier one are left out; null: only repetitions are."""
+    apart_from: tuple[str, ...] = ()
+    """Evaluation tasks, or files of prompts, of which no row may be a copy."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise ValueError("sources: either every source has a weight or none has")
+        return self
+
+
+class SourceCounts(Section):
+    """What became of the rows of one source."""
+
+    path: str
+    read: int = 0
+    unusable: int = 0
+    filtered: int = 0
+    of_tasks: int = 0
+    repeated: int = 0
+    near: int = 0
+    left: int = 0
+    held_out: int = 0
+    taken: int = 0
+
+
+class MixtureReport(Section):
+    """What a folder of mixed prompts was made from, and what became of every row."""
+
+    format: Literal["dspark-mixture-1"] = "dspark-mixture-1"
+    mixture: Mixture
+    source_bytes: tuple[int, ...]
+    sources: tuple[SourceCounts, ...]
+
+
+def load_mixture(path: Path) -> Mixture:
+    """Raises: ConfigError naming the file and the key."""
+    try:
+        return Mixture.model_validate(yaml.safe_load(path.read_bytes()))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+
+
+def mix(
+    mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: Callable[[], None] = lambda: None
+) -> MixtureReport:
+    """Write train.jsonl, held_out.jsonl and mixture.json (which comes last) into ``folder``; done before: read it.
+
+    The sources are streamed twice: for fingerprints, then for the rows themselves, which come interleaved, so that any
+    first part of the file has the proportions of all. Memory: some 100 bytes a row; disk meanwhile: 520.
+    ``apart``: the prompts of ``mixture.apart_from``. ``on_row`` is called for every row of either pass.
+    Raises: PromptError for a source that cannot be read or changes meanwhile, or when nothing is left; ConfigError when
+    the folder holds another mixture.
+    """
+    source_bytes = tuple(_size(Path(source.path)) for source in mixture.sources)
+    report_path = folder / REPORT_FILE
+    if report_path.is_file():
+        return _read_report(report_path, mixture, source_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = [Counter[str]() for _ in mixture.sources]
+    with _scratch(folder / ".fingerprints") as scratch:
+        prints = Fingerprints(scratch)
+        _take_in(prints, (_asked(row) for row in apart))
+        ends = [prints.num_texts]
+        for source, count in zip(mixture.sources, counts, strict=True):
+            _take_in(prints, (_asked(row) for row in _usable(source, on_row, count)))
+            ends.append(prints.num_texts)
+        earlier_N, is_near_N = prints.find(mixture.near_similarity)
+    fates = _draw(mixture, [earlier_N[begin:end] < 0 for begin, end in pairwise(ends)])
+    for count, fate_N, (begin, end) in zip(counts, fates, pairwise(ends), strict=True):
+        found_N, is_near = earlier_N[begin:end], is_near_N[begin:end]
+        is_of_task_N = (found_N >= 0) & (found_N < ends[0])
+        is_old_N = found_N >= ends[0]
+        kinds = {"of_tasks": is_of_task_N, "repeated": is_old_N & ~is_near, "near": is_old_N & is_near}
+        kinds |= {"left": (found_N < 0) & (fate_N == LEFT), "held_out": fate_N == HELD_OUT, "taken": fate_N == TAKEN}
+        count.update({name: int(is_kind_N.sum()) for name, is_kind_N in kinds.items()})
+    if not any(count["taken"] for count in counts):
+        raise PromptError(f"{folder}: no row is left of {sum(count['read'] for count in counts)}; see its filters")
+    _write(mixture, folder, fates, on_row)
+    rows = tuple({"path": source.path, **count} for source, count in zip(mixture.sources, counts, strict=True))
+    report = MixtureReport.model_validate({"mixture": mixture, "source_bytes": source_bytes, "sources": rows})
+    write_whole(report_path, report.model_dump_json(indent=1))
+    return report
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """An empty folder, also where a killed run has left one, that is gone in the end."""
+    rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        rmtree(folder)
+
+
+def _usable(source: Source, on_row: Callable[[], None], count: Counter[str]) -> Iterator[Conversation]:
+    """The rows that can be used and pass the filters; what becomes of the others is counted."""
+    for index, row in source_rows(source.path, source.split):
+        on_row()
+        count["read"] += 1
+        try:
+            is_given = source.prompt_column is None or not isinstance(row, dict)
+            asked = row if is_given else {"prompt": row.get(source.prompt_column)}
+            conversation = parse_conversation(source.path, index, asked)
+        except PromptError:
+            count["unusable"] += 1
+            continue
+        size = len(_asked(conversation))
+        is_long = source.max_characters is not None and size > source.max_characters
+        if is_long or size < source.min_characters or any(row.get(key) != value for key, value in source.where.items()):
+            count["filtered"] += 1
+            continue
+        yield conversation
+
+
+def _asked(conversation: Conversation) -> str:
+    """What the user says, of which copies are looked for."""
+    said = [message["content"] for message in conversation.messages if message["role"] == "user"]
+    return "\n".join((*said, *conversation.later_turns)) if conversation.text is None else conversation.text
+
+
+def _take_in(prints: Fingerprints, texts: Iterator[str]) -> None:
+    while batch := list(islice(texts, BATCH_ROWS)):
+        prints.add(batch)
+
+
+def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.int8]]:
+    """The fate of every usable row of every source: first those that are held out are drawn, then those that stay."""
+    generator = np.random.default_rng(mixture.seed)
+    orders = [np.flatnonzero(is_new_N)[generator.permutation(int(is_new_N.sum()))] for is_new_N in is_new]
+    rest = [order_M[source.held_out :] for order_M, source in zip(orders, mixture.sources, strict=True)]
+    sizes = np.array([len(order_M) for order_M in rest], dtype=np.float64)
+    weights = np.array([source.weight or size for source, size in zip(mixture.sources, sizes, strict=True)])
+    shares = weights / max(weights.sum(), 1.0) if mixture.sources[0].weight is None else weights / weights.sum()
+    scarcest = min((size / share for size, share in zip(sizes, shares, strict=True) if share), default=0.0)
+    wanted = np.minimum(np.rint(shares * (mixture.num_rows or scarcest)), sizes).astype(np.int64)
+    fates = []
+    for is_new_N, order_M, rest_M, number in zip(is_new, orders, rest, wanted, strict=True):
+        fate_N = np.full(len(is_new_N), LEFT, dtype=np.int8)
+        fate_N[order_M[: len(order_M) - len(rest_M)]] = HELD_OUT
+        fate_N[rest_M[:number]] = TAKEN
+        fates.append(fate_N)
+    return fates
+
+
+def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on_row: Callable[[], None]) -> None:
+    """Both files, whole."""
+    paths = [folder / TRAIN_FILE, folder / HELD_OUT_FILE]
+    streams = (_chosen(*pair, on_row) for pair in zip(mixture.sources, fates, strict=True))
+    with (
+        open(partial_of(paths[0]), "w", encoding="utf-8") as train,
+        open(partial_of(paths[1]), "w", encoding="utf-8") as held_out,
+    ):
+        for _, fate, line in heapq.merge(*streams):
+            (train if fate == TAKEN else held_out).write(line)
+    for path in paths:
+        put_in_place(partial_of(path), path)
+
+
+def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: Callable[[], None]) -> Iterator[tuple[float, int, str]]:
+    """Place in the mixture from 0 to 1, fate and line of every row that is not left."""
+    num_chosen, num_done = int((fate_N != LEFT).sum()), 0
+    rows = _usable(source, on_row, Counter())
+    for fate in fate_N.tolist():
+        if (conversation := next(rows, None)) is None:
+            break
+        if fate != LEFT:
+            yield (num_done + 0.5) / num_chosen, fate, _line(conversation)
+            num_done += 1
+    if num_done < num_chosen or next(rows, None) is not None:
+        raise PromptError(f"{source.path}: has other rows than a moment ago; run again when nothing writes there")
+
+
+def _line(conversation: Conversation) -> str:
+    row: dict[str, Any] = {"source": conversation.source, "index": conversation.index}
+    if conversation.text is not None:
+        row["text"] = conversation.text
+    elif conversation.later_turns:
+        row["turns"] = [conversation.messages[0]["content"], *conversation.later_turns]
+    else:
+        row["messages"] = conversation.messages
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _read_report(path: Path, mixture: Mixture, source_bytes: tuple[int, ...]) -> MixtureReport:
+    try:
+        found = MixtureReport.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {describe_validation(error)}; delete its folder to mix again") from error
+    if (found.mixture, found.source_bytes) != (mixture, source_bytes):
+        raise ConfigError(f"{path.parent}: holds another mixture, or its sources have changed; delete it to mix again")
+    return found
