@@ -84,8 +84,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     """Step until done and save; every process calls it, and no other run writes into the folder meanwhile."""
     accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
     folder, is_main = run.train.folder, accelerator.is_main_process
-    share = share_of(accelerator, run.train)
-    done = TrainingProgress(step=0, sequences_seen=0)
+    share, done = share_of(accelerator, run.train), TrainingProgress(step=0, sequences_seen=0)
     if resume and (found := checkpoints(folder / "checkpoints")):
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)
     accelerator.wait_for_everyone()
@@ -94,11 +93,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         write_run_folder(run, launch)
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
-    windows = with_feed(
-        plan_windows(reader, run, share, share.starts(done.sequences_seen, run.train.steps - done.step), device),
-        reader,
-        device,
-    )
+    starts = share.starts(done.sequences_seen, run.train.steps - done.step)
+    windows = with_feed(plan_windows(reader, run, share, starts, device), reader, device)
     with progress_bar(run, done.step, is_main) as show, closing(windows):
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "

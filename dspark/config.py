@@ -285,10 +285,10 @@ def validated(model: type[ModelT], tree: Any, place: object) -> ModelT:
 
 
 def describe_validation(error: ValidationError) -> str:
-    """One line per wrong field: its dotted name, what is wrong, what was found."""
+    """One clause per wrong field: its dotted name (none where fields disagree), what is wrong, what was found."""
     lines = []
     for item in error.errors():
-        place = ".".join(str(part) for part in item["loc"]) or "run"
+        place = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             lines.append(f"{place} is not a known key; remove it or mend its spelling")
         elif item["type"] == "missing":
@@ -296,7 +296,7 @@ def describe_validation(error: ValidationError) -> str:
         else:
             message = item["msg"].removeprefix("Value error, ")
             found = "" if item["type"] == "value_error" else f", got {item['input']!r:.80}"
-            lines.append(f"{place}: {message}{found}")
+            lines.append(f"{place}: {message}{found}" if place else message)
     return "; ".join(lines)
 
 

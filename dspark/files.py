@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,25 @@ def put_in_place(beside: Path, path: Path) -> None:
     """Flush a finished file (or folder) to the disk and give it its name, replacing a file of that name."""
     flush(beside)
     beside.replace(path)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yields a new folder beside ``folder`` to write files into; it then takes that place, and a former one's, whole.
+    A kill at any moment leaves what was there before, or all of the new.
+    """
+    partial, former = partial_of(folder), folder.with_name(f".{folder.name}.former")
+    for left_over in (partial, former):
+        shutil.rmtree(left_over, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for path in [*partial.iterdir(), partial]:
+        flush(path)
+    if folder.exists():
+        folder.rename(former)
+    partial.rename(folder)
+    flush(folder.parent)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from toy import TableTarget
 
 from dspark.data.chat import Encoded, digest
 from dspark.record.capture import capture
 from dspark.record.format import Manifest
+from dspark.record.reader import RecordReader
 from dspark.record.writer import open_writer
 
 VOCAB_SIZE, WIDTH, TAPS = 13, 5, (1, 3)
@@ -79,3 +81,16 @@ def record_everything(folder: Path, **changes: Any) -> int:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_head_says_what_was_recorded(reader: RecordReader, head_VD: torch.Tensor) -> None:
+    """The labels' log-probabilities that the head gives on the recorded states are those that stand in the shards."""
+    recorded_M = [load_file(reader.folder / shard.file)["label_logprobs_M"] for shard in reader.manifest.shards]
+    found = []
+    for index in range(len(reader)):
+        sequence = reader[index]
+        is_next_T = sequence.loss_mask_T[1:]
+        logprobs_MV = (sequence.last_hidden_TD[:-1][is_next_T].float() @ head_VD.float().T).log_softmax(-1)
+        found.append(logprobs_MV.gather(1, sequence.ids_T[1:][is_next_T][:, None])[:, 0])
+    errors_M = (torch.cat(found) - torch.cat(recorded_M)).abs()
+    assert errors_M.mean() < (0.2 if reader.manifest.dtype == "bfloat16" else 2e-3)

@@ -24,7 +24,7 @@ ARROWS = {
     "decode": {"draft", "target", "verifier"},
     "eval": {"decode", "data", "draft"},  # a measurement holds the draft that it hands on to decode
 }
-GROUND = {"config", "errors", "types", "distributed", "files", "provenance"}
+GROUND = {"config", "errors", "types", "distributed", "files", "model_folder", "provenance"}
 MAX_LINES, MAX_FILES, MAX_STATEMENTS, MAX_PARAMETERS = 400, 10, 40, 6
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOORS = [ROOT / "train.py", *sorted((ROOT / "eval").glob("*.py")), *sorted((ROOT / "data").rglob("*.py"))]

@@ -2,16 +2,18 @@
 
 import json
 import math
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dspark.target.checkpoint.shapes import TensorSpec, tensor_shapes
-from dspark.target.checkpoint.weights import save_checkpoint
 from dspark.target.config import parse_target_config
+from dspark.target.model import tensor_shapes
 
 TEMPLATE = Path(__file__).parent.parent / "data" / "nano" / "chat_template.jinja"
 LEARNED_TOKENS = 300
@@ -91,7 +93,9 @@ def write_tiny_ling(folder: Path, seed: int = 0, **changes: Any) -> Path:
     values = TINY_LING | changes
     generator = torch.Generator().manual_seed(seed)
     specs = tensor_shapes(parse_target_config(values))
-    save_checkpoint(folder, ((name, random_weight(name, spec, generator)) for name, spec in specs.items()))
+    names = sorted(specs, key=partial(_drawing_order, values["num_hidden_layers"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict({name: random_weight(name, specs[name], generator) for name in names}, folder)
     _write_json(folder / "config.json", values)
     _write_json(folder / "generation_config.json", {"eos_token_id": STOP_TOKEN_ID, "pad_token_id": PAD_TOKEN_ID})
     write_tiny_tokenizer(folder)
@@ -153,7 +157,18 @@ def write_tiny_tokenizer(folder: Path) -> None:
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
 
 
-def random_weight(name: str, spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+def _drawing_order(num_layers: int, name: str) -> tuple[float, ...]:
+    """The embedding, the layers of the main model, norm and head, the MTP layer; what is alike keeps its order."""
+    found = re.match(r"model\.layers\.(\d+)\.((?:attention\.|mlp\.)?)(\w+)\.?(\d*)", name)
+    if found is None:
+        return (-1 if "word_embeddings" in name else num_layers - 0.5,)
+    layer, block, part, expert = found.groups()
+    first = {"input_layernorm": 1, "post_attention_layernorm": 2}.get(part, 0) if not block else 3
+    inner = {"A_log": 1, "dt_bias": 1, "o_norm": 2, "o_proj": 2, "experts": 3, "shared_experts": 4}.get(part, 0)
+    return (int(layer), first + (block == "mlp."), inner, int(expert or 0))
+
+
+def random_weight(name: str, spec: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A weight of a size that keeps activations near 1 and decays between short and long memory."""
     leaf = name.rsplit(".", 2)
     values = torch.randn(spec.shape, generator=generator)

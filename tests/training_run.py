@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from dspark.distributed import start_accelerator
 from dspark.record.format import Manifest
 from dspark.record.writer import open_writer
 from dspark.target.loading import target_fingerprint
-from dspark.train.batches import CPU, Batch, Draw, Record, Share, copied_ahead, fill, plan_batch, ready, window_draws
+from dspark.train.batches import CPU, Batch, Draw, Record, Share, copied_ahead, fill, plan_batch, window_draws
 from dspark.train.objective import Metrics
 from dspark.train.setup import fresh_draft, prepare
 from dspark.train.step import Learner, train_step
@@ -52,6 +53,13 @@ def read_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: to
 def read_window(record: Record, run: RunConfig, start: int, share: Share, device: torch.device = CPU) -> list[Batch]:
     """Of the step after ``start`` sequences."""
     return [read_batch(record, each, run, device) for each in window_draws(len(record), run.seed, start, share)]
+
+
+def ready(batch: Batch) -> Future[Batch]:
+    """A batch that is read already, as ``copied_ahead`` takes it."""
+    future = Future[Batch]()
+    future.set_result(batch)
+    return future
 
 
 def take_step(learner: Learner, window: Sequence[Batch], step: int) -> Metrics:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from huggingface_hub import save_torch_state_dict
 from muon import Muon
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 
-from dspark.target.checkpoint.weights import Checkpoint, save_checkpoint
+from dspark.model_folder import Checkpoint
 from dspark.target.config import load_target_config
 from dspark.target.experts import Router
 from dspark.target.model import LingModel
@@ -305,8 +306,9 @@ def train(training: Training, train_BT: torch.Tensor, heldout: dict[str, Heldout
 
 def finish(training: Training, heldout: dict[str, Heldout], args: argparse.Namespace) -> None:
     """Write the shards, read them back, and say how good the written model is (float32 on its bfloat16 weights)."""
-    tensors = ((name, tensor.cpu()) for name, tensor in training.model.checkpoint_tensors())
-    save_checkpoint(args.out, tensors, max_shard_bytes=12_000_000)
+    tensors = {name: tensor.cpu() for name, tensor in training.model.checkpoint_tensors()}
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(tensors, args.out, max_shard_size=12_000_000)
     model = LingModel(training.model.config, device=training.device)
     model.load_tensors(Checkpoint(args.out).get)
     sixteen = {name: Heldout(h.rows_BT, h.bytes_B) for name, h in heldout.items()}

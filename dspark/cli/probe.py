@@ -18,7 +18,7 @@ from dspark.eval.measure import decode_prompts
 from dspark.eval.probe import Probe
 from dspark.eval.tasks import load_task
 from dspark.export import write_draft
-from dspark.target.checkpoint.weights import Checkpoint
+from dspark.model_folder import Checkpoint
 from dspark.target.loading import load_target, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 from dspark.train.checkpoint import whole_draft

@@ -10,9 +10,6 @@ from dspark.files import read_json
 
 Architecture = Literal["LingDSparkModel", "Qwen3DSparkModel"]
 READABLE_ARCHITECTURES = ("LingDSparkModel", "Qwen3DSparkModel", "DSparkDraftModel")
-FORBIDDEN_KEYS: tuple[str, ...] = ("quantization_config", "auto_map", "num_nextn_predict_layers", "layer_group_size")
-FORBIDDEN_KEYS += ("partial_rotary_factor", "rope_interleave", "speculators_model_type")
-"""Keys that make a runtime take the folder for something else (specs/dspark.md 2.6)."""
 _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen3",),
     "hidden_act": ("silu", None),
@@ -49,7 +46,8 @@ def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
     mask = config.mask_token_id
     if mask in (fields.eos_token_id, fields.pad_token_id):
         raise ConfigError(f"draft.mask_token_id {mask} is the target's end or padding token; choose another id")
-    tree: dict[str, Any] = {
+    # No key may be added that makes a runtime take the folder for something else (specs/dspark.md 2.6).
+    return {
         "architectures": [fields.architecture],
         "model_type": "qwen3",
         "hidden_act": "silu",
@@ -68,8 +66,6 @@ def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
         "sample_from_anchor": True,
         "num_anchors": fields.num_anchors,
     } | config.model_dump(mode="json")
-    assert not set(FORBIDDEN_KEYS) & set(tree)
-    return tree
 
 
 def read_draft_config(folder: Path) -> DraftConfig:

@@ -2,35 +2,27 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, DraftMismatchError
 from dspark.export.draft_config import READABLE_ARCHITECTURES, FolderFields, config_json, read_draft_config
-from dspark.files import file_sha256, flush, partial_of, read_json, save_tensors
+from dspark.files import file_sha256, read_json, save_tensors, whole_folder
+from dspark.model_folder import SINGLE_FILE, Checkpoint
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 PROVENANCE = "provenance.json"
 TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
-def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of a draft's tensors without the target's tables (specs/dspark.md 3.1); allocates nothing."""
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in DraftModel(config).state_dict().items()}
-
-
 def draft_parameter_count(config: DraftConfig, with_tables: bool = False) -> int:
     """Number of parameters in the exported file; allocates nothing. Source: specs/dspark.md 1.10."""
-    own = sum(torch.Size(shape).numel() for shape in draft_shapes(config).values())
+    with torch.device("meta"):
+        own: int = sum(tensor.numel() for tensor in DraftModel(config).state_dict().values())
     return own + with_tables * 2 * config.vocab_size * config.hidden_size
 
 
@@ -56,21 +48,15 @@ def write_draft(
     tensors = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
     if with_tables:
         tensors |= dict(zip(TABLES, (draft.embedding_VD, draft.head_VD), strict=True))
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in TABLES} == draft_shapes(
-        draft.config
-    )
     wrong = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if wrong:
         raise CheckpointError(f"{folder}: not written, {wrong[0]} holds numbers that are not finite")
-    partial = partial_of(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     rounded = {name: tensor.to("cpu", torch.bfloat16, copy=True).contiguous() for name, tensor in tensors.items()}
-    save_tensors(rounded, partial / WEIGHTS, metadata={"format": "pt"})
-    made = dict(provenance or {}) | {"weights_sha256": file_sha256(partial / WEIGHTS)}
-    for name, tree in (("config.json", config), (PROVENANCE, made)):
-        (partial / name).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    _move_into_place(partial, folder)
+    with whole_folder(folder) as partial:
+        save_tensors(rounded, partial / SINGLE_FILE, metadata={"format": "pt"})
+        made = dict(provenance or {}) | {"weights_sha256": file_sha256(partial / SINGLE_FILE)}
+        for name, tree in (("config.json", config), (PROVENANCE, made)):
+            (partial / name).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def read_draft(
@@ -82,21 +68,19 @@ def read_draft(
     Raises: CheckpointError naming missing, unexpected, wrongly shaped or damaged tensors; DraftMismatchError when the
     draft's vocabulary, width or tables are not the target's; ConfigError for another kind of network.
     """
-    config = read_draft_config(folder)
     vocab_size, hidden_size = tables[0].shape
-    check_target(folder, vocab_size=vocab_size, hidden_size=hidden_size)
-    files = _tensor_files(folder)
-    shapes = draft_shapes(config)
-    _check_names(folder, set(files), shapes)
-    _check_sha256(folder)
-    weights = {name: _read(files[name], name, shape).to(device, dtype) for name, shape in shapes.items()}
-    for name, table_VD in zip(TABLES, tables, strict=True):
-        if name in files:
-            own_VD = _read(files[name], name, (vocab_size, hidden_size))
-            if not torch.equal(own_VD, table_VD.detach().to("cpu", own_VD.dtype)):
-                raise DraftMismatchError(f"{files[name]}: {name} differs from the target's; use the draft's own target")
+    config = check_target(folder, vocab_size=vocab_size, hidden_size=hidden_size)
     with torch.device("meta"):
         draft = DraftModel(config)
+    checkpoint, expected = Checkpoint(folder), draft.state_dict()
+    own = dict(zip(TABLES, tables, strict=True)) if set(TABLES) & set(checkpoint.names) else {}
+    checkpoint.check(expected | own, any_dtype=True)
+    _check_sha256(folder)
+    for name, table_VD in own.items():
+        own_VD = _finite(checkpoint, name)
+        if not torch.equal(own_VD, table_VD.detach().to("cpu", own_VD.dtype)):
+            raise DraftMismatchError(f"{folder}: {name} differs from the target's; use the draft's own target")
+    weights = {name: _finite(checkpoint, name).to(device, dtype) for name in expected}
     draft.load_state_dict(weights, assign=True)
     draft.bind(*tables)
     return draft.eval().requires_grad_(False)
@@ -105,7 +89,7 @@ def read_draft(
 def draft_fingerprint(folder: Path) -> str:
     """Sha256 (hex) over config.json and the weights of an exported draft; any changed byte changes it."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(set(_tensor_files(folder).values())):
+    for path in Checkpoint(folder).files:
         digest.update(file_sha256(path).encode())
     return digest.hexdigest()
 
@@ -137,7 +121,7 @@ def check_target(
 
 def _check_sha256(folder: Path) -> None:
     """A provenance.json with a sum makes flipped bits visible; drafts of other trainers have none."""
-    path, expected = folder / WEIGHTS, _read_provenance(folder).get("weights_sha256")
+    path, expected = folder / SINGLE_FILE, _read_provenance(folder).get("weights_sha256")
     if expected is not None and expected != (found := file_sha256(path)):
         raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; export it again")
 
@@ -148,46 +132,10 @@ def _read_provenance(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _check_names(folder: Path, found: set[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    missing = sorted(shapes.keys() - found)
-    unknown = sorted(found - shapes.keys() - set(TABLES))
-    present = [name for name in TABLES if name in found]
-    if missing:
-        raise CheckpointError(f"{folder}: tensors missing: {', '.join(missing)}; export the draft again")
-    if unknown:
-        raise CheckpointError(f"{folder}: tensors that no DSpark draft has: {', '.join(unknown)}")
-    if len(present) == 1:
-        raise CheckpointError(f"{folder}: {present[0]} without its partner; expected both of {TABLES} or neither")
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor: one model.safetensors, or shards named by the index."""
-    files = [WEIGHTS]
-    if (folder / INDEX).is_file():
-        placed = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
-            raise CheckpointError(f"{folder / INDEX}: expected a weight_map of names to files; export the draft again")
-        files = sorted(set(placed.values()))
-    places = {}
-    for file in files:
-        path = folder / file
-        if Path(file).name != file or not path.is_file():
-            raise CheckpointError(f"{path}: no such file; the exported folder is incomplete")
-        try:
-            with safe_open(path, framework="pt") as opened:
-                places.update(dict.fromkeys(opened.keys(), path))
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: not a whole safetensors file ({error}); export the draft again") from error
-    return places
-
-
-def _read(path: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    with safe_open(path, framework="pt") as opened:
-        tensor: torch.Tensor = opened.get_tensor(name)
-    if tuple(tensor.shape) != shape:
-        raise CheckpointError(f"{path}: {name} has shape {tuple(tensor.shape)}, expected {shape} by config.json")
+def _finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    tensor = checkpoint.get(name)
     if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-        raise CheckpointError(f"{path}: {name} holds {tensor.dtype} or numbers that are not finite")
+        raise CheckpointError(f"{checkpoint.folder}: {name} holds {tensor.dtype} or numbers that are not finite")
     return tensor
 
 
@@ -197,14 +145,3 @@ def _refuse_to_replace(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file() or not any(tag in config.read_text(encoding="utf-8") for tag in READABLE_ARCHITECTURES):
         raise CheckpointError(f"{folder}: holds something that is not a draft; choose another folder or move it away")
-
-
-def _move_into_place(partial: Path, folder: Path) -> None:
-    for path in [*partial.iterdir(), partial]:
-        flush(path)
-    former = folder.with_name(f".{folder.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
-    if folder.exists():
-        folder.rename(former)
-    partial.rename(folder)
-    shutil.rmtree(former, ignore_errors=True)

@@ -9,7 +9,7 @@ the other. N tokens, M of them predicted (M <= N), S sequences:
                                   when its position t+1 is to be predicted
     taps_NLD            as target outputs of the tapped layers
     last_hidden_MD      as target after the final norm: the head on it gives the target's distribution
-    label_logprobs_M    float32   the target's log-probability of the predicted token, as it said it: a self-check
+    label_logprobs_M    float32   the target's log-probability of the predicted token, as it said it
 """
 
 from collections.abc import Sequence

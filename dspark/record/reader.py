@@ -15,11 +15,6 @@ from dspark.files import file_sha256
 from dspark.record.format import ShardEntry, read_manifest
 from dspark.types import RecordedSequence
 
-LOGPROB_TOLERANCE = {torch.bfloat16: 0.2, torch.float32: 2e-3, torch.float64: 2e-3}
-"""How far, on average over a sequence, a label's log-probability may lie from the one recomputed with the head."""
-CHECKED_ROWS = 256
-"""Of the first sequence of a shard."""
-
 
 @dataclass(frozen=True)
 class _Shard:
@@ -50,36 +45,20 @@ class RecordReader:
 
     def __getitem__(self, index: int) -> RecordedSequence:
         """Sequence ``index`` (0-based). Raises: IndexError; RecordError naming a truncated or altered shard."""
-        return self._read(index)[0]
+        shard, row = self._find(index)
+        begin, end = shard.offsets_S1[row : row + 2].tolist()
+        hidden_begin, hidden_end = shard.hidden_offsets_S1[row : row + 2].tolist()
+        loss_mask_T = shard.loss_mask_N[begin:end]
+        taps_TLD = shard.file.get_slice("taps_NLD")[begin:end]
+        last_hidden_TD = taps_TLD.new_zeros(end - begin, self.manifest.hidden_size)
+        last_hidden_TD[:-1][loss_mask_T[1:]] = shard.file.get_slice("last_hidden_MD")[hidden_begin:hidden_end]
+        return RecordedSequence(shard.ids_N[begin:end], loss_mask_T, taps_TLD, last_hidden_TD)
 
     def text(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids_T and loss_mask_T of a sequence, without its states. Raises: as ``reader[index]``."""
         shard, row = self._find(index)
         begin, end = shard.offsets_S1[row : row + 2].tolist()
         return shard.ids_N[begin:end], shard.loss_mask_N[begin:end]
-
-    def check(self, head_VD: torch.Tensor | None = None) -> None:
-        """Verify every shard's checksum and, given the target's head, that it gives the recorded log-probabilities of
-        the labels in the first sequence of every shard. Raises: RecordError naming the shard.
-        """
-        wanted = [self.manifest.vocab_size, self.manifest.hidden_size]
-        if head_VD is not None and list(head_VD.shape) != wanted:
-            raise RecordError(f"{self.folder}: found a head of {list(head_VD.shape)}, expected {wanted} as recorded")
-        tolerance = LOGPROB_TOLERANCE[self.manifest.torch_dtype]
-        for start, entry in zip(self._starts, self.manifest.shards, strict=False):
-            sequence, recorded_M = self._read(start)
-            if head_VD is None:
-                continue
-            is_next_T = sequence.loss_mask_T[1:]
-            hidden_MD = sequence.last_hidden_TD[:-1][is_next_T][:CHECKED_ROWS]
-            found_M = label_logprobs(hidden_MD, sequence.ids_T[1:][is_next_T][:CHECKED_ROWS], head_VD)
-            error = float((found_M - recorded_M[:CHECKED_ROWS]).abs().mean())
-            if not error <= tolerance:
-                raise RecordError(
-                    f"{self.folder / entry.file}: with this head the tokens' log-probabilities differ from the "
-                    f"recorded ones by {error:.3g} nats on average, expected at most {tolerance}; "
-                    f"use the target that was recorded, {self.manifest.target}"
-                )
 
     def _find(self, index: int) -> tuple[_Shard, int]:
         """The shard that holds a sequence, and the sequence's row in it."""
@@ -89,17 +68,6 @@ class RecordReader:
         with self._opening:  # threads read, and a shard's checksum is taken once
             shard = self._shards.get(number) or self._open(number)
         return shard, index - self._starts[number]
-
-    def _read(self, index: int) -> tuple[RecordedSequence, torch.Tensor]:
-        shard, row = self._find(index)
-        begin, end = shard.offsets_S1[row : row + 2].tolist()
-        hidden_begin, hidden_end = shard.hidden_offsets_S1[row : row + 2].tolist()
-        loss_mask_T = shard.loss_mask_N[begin:end]
-        taps_TLD = shard.file.get_slice("taps_NLD")[begin:end]
-        last_hidden_TD = taps_TLD.new_zeros(end - begin, self.manifest.hidden_size)
-        last_hidden_TD[:-1][loss_mask_T[1:]] = shard.file.get_slice("last_hidden_MD")[hidden_begin:hidden_end]
-        sequence = RecordedSequence(shard.ids_N[begin:end], loss_mask_T, taps_TLD, last_hidden_TD)
-        return sequence, shard.file.get_slice("label_logprobs_M")[hidden_begin:hidden_end]
 
     def _check_layout(self, path: Path, file: Any, entry: ShardEntry) -> None:
         """Refuse a shard whose tensors are not those that the manifest describes; the numbers are not looked at."""
@@ -140,10 +108,3 @@ class RecordReader:
 
 def _is_rising_to(offsets: list[int], end: int) -> bool:
     return offsets == sorted(set(offsets)) and (offsets[0], offsets[-1]) == (0, end)
-
-
-def label_logprobs(hidden_MD: torch.Tensor, labels_M: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
-    """The labels' log-probabilities [M] under the target's head, on the CPU, in float32 (float64 of float64 states)."""
-    dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
-    logits_MV = hidden_MD.to(head_VD.device, dtype) @ head_VD.to(dtype).T
-    return torch.log_softmax(logits_MV, -1).gather(1, labels_M[:, None].to(head_VD.device))[:, 0].cpu()

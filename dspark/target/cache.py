@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -28,16 +27,13 @@ class Layout:
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Layout":
         """The layout of sequences of these lengths that start at position 0."""
         longest = max(lengths)
-        lengths_B = torch.tensor(lengths, device=device)
-        steps_T = torch.arange(longest, device=device)
+        lengths_B, steps_T = torch.tensor(lengths, device=device), torch.arange(longest, device=device)
         if min(lengths) == longest:
             return cls(len(lengths), longest, steps_T.repeat(len(lengths)), lengths_B)
-        is_true_BT = torch.tensor([[t < length for t in range(longest)] for length in lengths], device=device)
-        starts_B = torch.tensor([0, *accumulate(lengths)][:-1], device=device)
-        packed_N = torch.tensor(
-            [row * longest + t for row, length in enumerate(lengths) for t in range(length)], device=device
-        )
+        starts_B = lengths_B.cumsum(0) - lengths_B
         padded_BT = starts_B[:, None] + torch.minimum(steps_T, lengths_B[:, None] - 1)
+        is_true_BT = steps_T < lengths_B[:, None]
+        packed_N = is_true_BT.flatten().nonzero()[:, 0]
         return cls(len(lengths), longest, packed_N % longest, lengths_B, padded_BT, packed_N, is_true_BT)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,10 +118,6 @@ class LingCache:
         """Remember what ``num_tokens`` verified tokens would do; the latent layers' rows are written already."""
         self._stages, self.num_staged = stages, num_tokens
 
-    def drop_stage(self) -> None:
-        """Forget the staged tokens."""
-        self._stages, self.num_staged = [], 0
-
     def commit(self, counts_B: torch.Tensor) -> None:
         """Make the first counts_B[b] staged tokens of sequence b permanent and drop the rest.
         Raises: ValueError for counts outside 0..T or of the wrong number, T being 0 when nothing is staged.
@@ -136,7 +128,7 @@ class LingCache:
         if self._stages and any(counts):
             self._commit_linear(counts_B.to(self.rows_MBJC.device), is_whole=min(counts) == self.num_staged)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.drop_stage()
+        self.stage([], 0)
 
     def _reserve(self, num_tokens: int) -> None:
         missing = max(self.lengths) + num_tokens - self.rows_MBJC.shape[2]

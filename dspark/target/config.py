@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from dspark.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, describe_validation
+from dspark.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validated
 from dspark.errors import ConfigError
 from dspark.files import read_json
 
@@ -129,10 +129,7 @@ def parse_target_config(values: Mapping[str, Any], place: str = "config.json") -
     is_default = isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default"
     if scaling is not None and not is_default:
         raise ConfigError(f"{place}: rope_scaling must be null, got {scaling!r}; YaRN and others are not computed")
-    try:
-        config = TargetConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{place}: {describe_validation(error).removeprefix('run: ')}") from error
+    config = validated(TargetConfig, values, place)
     implied = {
         "num_key_value_heads": config.num_attention_heads,
         "qk_head_dim": config.qk_head_dim,

@@ -40,20 +40,19 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_ND: torch.Tensor, layout: Layout, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """Read whole sequences from their first token; returns the output [N, D] and the rows to keep [B, T, C]."""
-        q_NHE, latent_NC, k_rope_NE = self._project(x_ND, angles)
-        k_nope_NHE, v_NHF = (
-            self.kv_b_proj(latent_NC).unflatten(-1, (self.num_heads, -1)).split((self.nope_width, self.value_width), -1)
-        )
+        q_NHE, rows_NC = self._project(x_ND, angles)
+        latent_NC, k_rope_NE = rows_NC.tensor_split((self.latent_width,), -1)
+        kv_NHG = torch.unflatten(self.kv_b_proj(latent_NC), -1, (self.num_heads, -1))
+        k_nope_NHE, v_NHF = kv_NHG.tensor_split((self.nope_width,), -1)
         k_NHE = torch.cat((k_nope_NHE, k_rope_NE[:, None].expand(-1, self.num_heads, -1).to(k_nope_NHE.dtype)), -1)
         o_BTHF = mla.causal_attention(layout.pad(q_NHE), layout.pad(k_NHE), layout.pad(v_NHF), self.scale)
-        rows_BTC = layout.pad(torch.cat((latent_NC, k_rope_NE), -1))
-        return self._finish(x_ND, layout.pack(o_BTHF)), rows_BTC
+        return self._finish(x_ND, layout.pack(o_BTHF)), layout.pad(rows_NC)
 
     def stage(self, x_ND: torch.Tensor, angles: Angles, view: View, rows_BJC: torch.Tensor) -> torch.Tensor:
         """Read further tokens after the cached ones; writes their rows behind the committed rows."""
         layout = view.layout
-        q_NHE, latent_NC, k_rope_NE = self._project(x_ND, angles)
-        rows_BJC[view.sequences_B1, view.slots_BT] = layout.pad(torch.cat((latent_NC, k_rope_NE), -1))
+        q_NHE, rows_NC = self._project(x_ND, angles)
+        rows_BJC[view.sequences_B1, view.slots_BT] = layout.pad(rows_NC)
         kv_HGC = torch.unflatten(self.kv_b_proj.weight, 0, (self.num_heads, -1))
         keys_HEC, values_HFC = kv_HGC.tensor_split((self.nope_width,), 1)
         q_nope_NHE, q_rope_NHE = q_NHE.tensor_split((self.nope_width,), -1)
@@ -64,7 +63,8 @@ class LatentAttention(nn.Module):
         o_NHF = (layout.pack(context_BTHC).transpose(0, 1) @ values_HFC.transpose(1, 2)).transpose(0, 1)
         return self._finish(x_ND, o_NHF)
 
-    def _project(self, x_ND: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, x_ND: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the queries [N, H, E] and the rows to keep [N, C]: the latent, then the keys' rotated part."""
         if self.has_low_rank_queries:
             q_NC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_ND)))
         else:
@@ -74,7 +74,7 @@ class LatentAttention(nn.Module):
         turning = torch.cat((q_NHE[..., self.nope_width :], k_rope_NE[:, None]), 1)
         turned = rotate_interleaved_pairs(turning, angles[0][:, None], angles[1][:, None])
         q_NHE = torch.cat((q_NHE[..., : self.nope_width], turned[:, :-1]), -1)
-        return q_NHE, self.kv_a_layernorm(latent_NC), turned[:, -1]
+        return q_NHE, torch.cat((self.kv_a_layernorm(latent_NC), turned[:, -1]), -1)
 
     def _finish(self, x_ND: torch.Tensor, o_NHF: torch.Tensor) -> torch.Tensor:
         gate_NH = self.g_proj(x_ND)

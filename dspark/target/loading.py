@@ -11,10 +11,9 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from dspark.errors import CheckpointError, ConfigError
-from dspark.target.checkpoint.shapes import tensor_shapes
-from dspark.target.checkpoint.weights import Checkpoint
+from dspark.model_folder import Checkpoint
 from dspark.target.config import LING_ARCHITECTURE, load_target_config, read_config_json
-from dspark.target.model import LingModel
+from dspark.target.model import LingModel, tensor_shapes
 from dspark.target.tokenizer import stop_token_ids
 from dspark.types import Target
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dspark.errors import CheckpointError, ConfigError
-from dspark.target.checkpoint.weights import Checkpoint
+from dspark.model_folder import Checkpoint
 from dspark.types import TargetOutput
 
 

@@ -149,13 +149,6 @@ def started_ahead(make: Callable[[PartT], MadeT], parts: Iterable[PartT]) -> Gen
         pool.shutdown(cancel_futures=True)
 
 
-def ready(batch: Batch) -> Future[Batch]:
-    """A batch that is read already, as ``copied_ahead`` takes it."""
-    future = Future[Batch]()
-    future.set_result(batch)
-    return future
-
-
 def copied_ahead(batches: Iterable[Future[Batch]], device: torch.device) -> Generator[Batch]:
     """The batches on ``device``, in order; a GPU gets each on a side stream while it works on the one before.
 
@@ -204,9 +197,8 @@ def _arrived(batch: Batch, event: torch.cuda.Event, main: torch.cuda.Stream) -> 
 
 def _with_tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A dataclass with ``change`` of every tensor in it and in the dataclasses it holds."""
-    found = {field.name: getattr(record, field.name) for field in fields(record)}
-    changed = {name: change(x) for name, x in found.items() if isinstance(x, Tensor)}
-    changed |= {name: _with_tensors(x, change) for name, x in found.items() if is_dataclass(x)}
+    changed = {name: change(x) for name, x in vars(record).items() if isinstance(x, Tensor)}
+    changed |= {name: _with_tensors(x, change) for name, x in vars(record).items() if is_dataclass(x)}
     return replace(record, **changed)
 
 
@@ -261,19 +253,17 @@ def blank_batch(run: RunConfig, device: torch.device) -> Batch:
     there: Plan = _with_tensors(plan, partial(onto, device))
     states = partial(torch.zeros, device=device, dtype=getattr(torch, run.target.dtype))
     taps_TLD = states(num_tokens, len(draft.target_layer_ids), draft.hidden_size)
-    given = {field.name: getattr(there, field.name) for field in fields(Plan)}
-    return Batch(**given, taps_TLD=taps_TLD, last_hidden_TD=states(num_tokens, draft.hidden_size))
+    return Batch(**vars(there), taps_TLD=taps_TLD, last_hidden_TD=states(num_tokens, draft.hidden_size))
 
 
 def fill(record: Record, plan: Plan, device: torch.device = CPU) -> Batch:
     """The plan with its sequences' states, on the host; for a GPU in pinned memory."""
     sequences = [record[index] for index in plan.indices]
     is_pinned = device.type == "cuda"
-    ready: Plan = _with_tensors(plan, Tensor.pin_memory) if is_pinned else plan
+    here: Plan = _with_tensors(plan, Tensor.pin_memory) if is_pinned else plan
     taps_TLD = _joined([sequence.taps_TLD for sequence in sequences], is_pinned)
     last_hidden_TD = _joined([sequence.last_hidden_TD for sequence in sequences], is_pinned)
-    given = {field.name: getattr(ready, field.name) for field in fields(Plan)}
-    return Batch(**given, taps_TLD=taps_TLD, last_hidden_TD=last_hidden_TD)
+    return Batch(**vars(here), taps_TLD=taps_TLD, last_hidden_TD=last_hidden_TD)
 
 
 def _joined(parts: list[Tensor], is_pinned: bool) -> Tensor:

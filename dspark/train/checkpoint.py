@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dspark.distributed import spread, sum_over_ranks, whole
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError
-from dspark.files import file_sha256, flush, save_tensors
+from dspark.files import file_sha256, save_tensors, whole_folder
 from dspark.train.optimizer import ADAMW, EMA, moment_names
 
 KEPT_CHECKPOINTS = 2
@@ -79,17 +78,11 @@ def save_checkpoint(
     It is written beside its place, flushed and renamed: a kill at any moment leaves the whole of it or the ones before.
     """
     place = folder / f"step-{progress.step:08d}"
-    partial = folder / f".{place.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_tensors(parameters, partial / PARAMETERS)
-    save_tensors(moments, partial / MOMENTS)
-    state = asdict(progress) | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
-    (partial / STATE).write_text(json.dumps(state | {"seal": _seal(state)}, indent=2) + "\n", encoding="utf-8")
-    for path in [*partial.iterdir(), partial]:
-        flush(path)
-    partial.rename(place)
-    flush(folder)
+    with whole_folder(place) as partial:
+        save_tensors(parameters, partial / PARAMETERS)
+        save_tensors(moments, partial / MOMENTS)
+        state = asdict(progress) | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
+        (partial / STATE).write_text(json.dumps(state | {"seal": _seal(state)}, indent=2) + "\n", encoding="utf-8")
     for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
         shutil.rmtree(old)
     return place
@@ -184,10 +177,7 @@ def _read_tensors(place: Path, name: str, state: dict[str, Any]) -> dict[str, Te
     found = file_sha256(path) if path.is_file() else "no file"
     if found != expected:
         raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected}; delete {place}, then resume")
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+    tensors: dict[str, Tensor] = load_file(path)
     return tensors
 
 

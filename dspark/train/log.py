@@ -5,13 +5,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from dspark.config import RunConfig
 from dspark.distributed import sum_over_ranks
 from dspark.errors import CheckpointError
 from dspark.files import write_whole
-from dspark.train.objective import Metrics
+from dspark.train.objective import Metrics, summed
 from dspark.train.timing import KINDS, Stopwatch
 
 METRICS = "metrics.jsonl"
@@ -23,15 +22,13 @@ class PooledMetrics:
     """Numerators and denominators since the last row, divided only when steps and ranks are summed."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sums: Metrics = {}
         self._stopwatch = stopwatch
         stopwatch.restart()
 
     def add(self, metrics: Metrics) -> None:
         """Add one step's pairs; nothing is read back from the device."""
-        for name, (numerator, denominator) in metrics.items():
-            before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = (before[0] + numerator, before[1] + denominator)
+        self._sums = summed((self._sums, metrics))
 
     def row(self, step: int, rate: float) -> Row:
         """Pool over steps and ranks and start anew; every rank calls it and gets the same row, but for its own clock.

@@ -1,7 +1,7 @@
 """How good a draft's blocks are: the loss terms, the expected acceptance length, and their denominators."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +18,16 @@ from dspark.train.slots import Slots
 Metrics = dict[str, tuple[Tensor, Tensor]]
 EPSILON = 1e-6
 """Added to the pooled sum of slot weights, as DeepSpec does; a window without a valid slot gives zero, not NaN."""
+
+
+def summed(parts: Iterable[Metrics]) -> Metrics:
+    """Numerators and denominators of every name added up, in float64."""
+    sums: Metrics = {}
+    for part in parts:
+        for name, (numerator, denominator) in part.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + numerator.double(), before[1] + denominator.double())
+    return sums
 
 
 class Agreement(NamedTuple):

@@ -16,7 +16,7 @@ from dspark.draft.model import DraftModel, DraftOutput
 from dspark.errors import TrainingError
 from dspark.kernels.transfer import onto
 from dspark.train.batches import Batch, Plan, blank_batch
-from dspark.train.objective import Metrics, Teacher, denominators, objective
+from dspark.train.objective import Metrics, Teacher, denominators, objective, summed
 from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
 from dspark.train.timing import Stopwatch
 
@@ -66,7 +66,7 @@ def train_step(learner: Learner, window: Sequence[Plan], step: int, feed: Iterat
     clock.lap("optimizer")
     share = one / world_size()
     once = {"loss": (torch.stack(losses).sum(), share), "gradient_norm": (norm * share, share)}
-    return _summed([*metrics, once], device)
+    return summed([*metrics, once])
 
 
 def make_graphs(learner: Learner) -> None:
@@ -162,13 +162,3 @@ def _message(what: str, step: int, indices: Tensor) -> str:
         f"step {step}: the {what} is not finite; the optimizer has not moved. Sequences of the record: "
         f"{sorted(set(indices.flatten().tolist()))}; look at them, or lower train.learning_rate and resume"
     )
-
-
-def _summed(parts: Sequence[Metrics], device: torch.device) -> Metrics:
-    sums: Metrics = {}
-    for part in parts:
-        for name, pair in part.items():
-            numerator, denominator = (value.to(device, torch.float64) for value in pair)
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = (before[0] + numerator, before[1] + denominator)
-    return sums

@@ -14,6 +14,19 @@ KINDS = ("data_wait", "forward", "backward", "optimizer", "communication")
 """What a step's time is spent on; it is the rest that goes into rows, checkpoints and the loop itself."""
 
 
+def moment(device: torch.device) -> Any:
+    """Now; on a GPU an event in its stream, which is still to come and has to be waited for before it is compared."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.current_stream(device).record_event(event)
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """The time from one moment to another of the same device."""
+    return float(start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start)
+
+
 class Stopwatch:
     """Laps between moments; on a GPU a moment is an event in its stream, which nobody waits for before ``read``.
 
@@ -31,11 +44,11 @@ class Stopwatch:
 
     def restart(self) -> None:
         """Forget all laps; the first one begins now."""
-        self._laps: list[tuple[str, Any]] = [("", self._now())]
+        self._laps: list[tuple[str, Any]] = [("", moment(self._device))]
 
     def lap(self, kind: str = "") -> None:
         """The time since the lap before went into ``kind``, by default one that is not reported."""
-        self._laps.append((kind, self._now()))
+        self._laps.append((kind, moment(self._device)))
 
     def read(self) -> tuple[dict[str, float], float]:
         """Wait for the device and start anew. Returns: seconds of every kind and of all laps."""
@@ -44,16 +57,10 @@ class Stopwatch:
             self._laps[-1][1].synchronize()
         seconds = dict.fromkeys(("", *KINDS), 0.0)
         for (_, start), (kind, end) in pairwise(self._laps):
-            seconds[kind] += start.elapsed_time(end) / 1e3 if self._is_gpu else end - start
+            seconds[kind] += seconds_between(start, end)
         self._laps = self._laps[-1:]
         shown = KINDS if self.sees_exchange else KINDS[:-1]
         return {kind: seconds[kind] for kind in shown}, sum(seconds.values())
-
-    def _now(self) -> Any:
-        if not self._is_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        return torch.cuda.current_stream(self._device).record_event(event)
 
     def _exchange(self, group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's own mean over ranks, with a lap where it is sent off: what follows the last one is a wait for it."""

@@ -4,9 +4,9 @@ Shape letters beside those of ``dspark.types``: C rows of a fused projection or 
 J taps of the short convolution, I inner width of an expert; L counts linear attention layers here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from math import inf
 
 import torch
 
@@ -61,11 +61,8 @@ Dtypes = torch.dtype | Precision
 
 
 def precision_of(dtype: Dtypes) -> Precision:
-    """A dtype alone is that of everything."""
+    """A dtype alone is that of everything, of gates and head too."""
     return dtype if isinstance(dtype, Precision) else Precision(dtype)
-
-
-"""One dtype is the working one, of gates and head too."""
 
 
 @dataclass(frozen=True)
@@ -171,31 +168,48 @@ class MtpWeights:
         return sum(tensor.nbytes for tensor in tensors_of(self))
 
 
-def allocate(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> VerifierWeights:
-    """Undefined memory for a rank's weights; on the meta device only shapes. Raises: ConfigError as ``Shard.check``."""
+Fill = Callable[[torch.Tensor, Iterable[str]], None]
+"""Gives a tensor its numbers; the names are those of the checkpoint whose slices, one after another, it holds."""
+
+
+def allocate(
+    config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu", fill: Fill = lambda *_: None
+) -> VerifierWeights:
+    """A rank's weights, each filled as it is made; without ``fill`` their memory is undefined, but for the experts'
+    limits. On the meta device only shapes. Raises: ConfigError as ``Shard.check``.
+    """
     shard.check(config)
-    precision = precision_of(dtype)
-    factory: dict[str, Any] = {"dtype": precision.working, "device": device}
-    width, gate = config.hidden_size, precision.of("router")
-    linear_layers = [layer for layer in range(config.num_hidden_layers) if not config.is_latent(layer)]
-    embedding_VD, norm_D = torch.empty(config.vocab_size, width, **factory), torch.empty(width, **factory)
-    linear = _linear(config, shard, len(linear_layers), factory) if linear_layers else None
-    layers = tuple(_layer(config, shard, layer, factory, gate) for layer in range(config.num_hidden_layers))
-    head_VD = torch.empty(shard.part(config.vocab_size), width, dtype=precision.of("head"), device=device)
-    return VerifierWeights(config, shard, embedding_VD, linear, layers, norm_D, head_VD)
+    make, width = _Maker(config, shard, precision_of(dtype), device, fill), config.hidden_size
+    linear = [layer for layer in range(config.num_hidden_layers) if not config.is_latent(layer)]
+    return VerifierWeights(
+        config,
+        shard,
+        embedding_VD=make(["model.word_embeddings.weight"], config.vocab_size, width),
+        linear=_linear(make, linear) if linear else None,
+        layers=tuple(_layer(make, layer) for layer in range(config.num_hidden_layers)),
+        norm_D=make(["model.norm.weight"], width),
+        head_VD=make(["lm_head.weight"], shard.part(config.vocab_size), width, dtype=make.precision.of("head")),
+    )
 
 
-def allocate_mtp(config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> MtpWeights:
+def allocate_mtp(
+    config: TargetConfig, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu", fill: Fill = lambda *_: None
+) -> MtpWeights:
     """``allocate`` for the prediction layer. Raises: ConfigError also when the target has none."""
     shard.check(config)
     if not config.num_nextn_predict_layers:
         raise ConfigError("this target has no prediction layer (num_nextn_predict_layers is 0), so it cannot draft")
-    precision = precision_of(dtype)
-    factory: dict[str, Any] = {"dtype": precision.working, "device": device}
-    width = config.hidden_size
-    enorm_D, hnorm_D, norm_D = (torch.empty(width, **factory) for _ in range(3))
-    layer = _layer(config, shard, config.num_hidden_layers, factory, precision.of("router"))
-    return MtpWeights(config, shard, enorm_D, hnorm_D, torch.empty(width, 2 * width, **factory), layer, norm_D)
+    make, width = _Maker(config, shard, precision_of(dtype), device, fill), config.hidden_size
+    layer = config.num_hidden_layers  # the one just past the main model's
+    return MtpWeights(
+        config,
+        shard,
+        enorm_D=make([f"model.layers.{layer}.enorm.weight"], width),
+        hnorm_D=make([f"model.layers.{layer}.hnorm.weight"], width),
+        eh_DC=make([f"model.layers.{layer}.eh_proj.weight"], width, 2 * width),
+        layer=_layer(make, layer),
+        norm_D=make([f"model.layers.{layer}.final_layernorm.weight"], width),
+    )
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -210,48 +224,88 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_of(getattr(value, field.name))
 
 
-def _linear(config: TargetConfig, shard: Shard, num_layers: int, factory: dict[str, Any]) -> LinearWeights:
-    width, heads, head_width = config.hidden_size, shard.part(config.num_attention_heads), config.head_dim
-    rows = heads * head_width
-    wide = factory | {"dtype": torch.promote_types(factory["dtype"], torch.float32)}
+@dataclass(frozen=True)
+class _Maker:
+    """Makes a tensor of a rank's weights from the names of what it holds and its shape."""
+
+    config: TargetConfig
+    shard: Shard
+    precision: Precision
+    device: torch.device | str
+    fill: Fill
+
+    def __call__(self, names: Iterable[str], *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype or self.precision.working, device=self.device)
+        self.fill(tensor, names)
+        return tensor
+
+
+def _linear(make: _Maker, layers: Sequence[int]) -> LinearWeights:
+    config, num_layers, width = make.config, len(layers), make.config.hidden_size
+    heads, head_width = make.shard.part(config.num_attention_heads), config.head_dim
+    rows, wide = heads * head_width, torch.promote_types(make.precision.working, torch.float32)
+
+    def of(*names: str) -> Iterator[str]:
+        return (f"model.layers.{layer}.attention.{name}" for layer in layers for name in names)
+
     return LinearWeights(
-        in_LCD=torch.empty(num_layers, 5 * rows + heads, width, **factory),
-        conv_LCJ=torch.empty(num_layers, 3 * rows, config.short_conv_kernel_size, **factory),
-        a_log_LH=torch.empty(num_layers, heads, **wide),
-        dt_bias_LHE=torch.empty(num_layers, heads, head_width, **wide),
-        norm_LF=torch.empty(num_layers, head_width, **factory),
-        out_LDC=torch.empty(num_layers, width, rows, **factory),
+        in_LCD=make(of(*(f"{name}_proj.weight" for name in "qkvfgb")), num_layers, 5 * rows + heads, width),
+        conv_LCJ=make(
+            of(*(f"{name}_conv1d.weight" for name in "qkv")), num_layers, 3 * rows, config.short_conv_kernel_size
+        ),
+        a_log_LH=make(of("A_log"), num_layers, heads, dtype=wide),
+        dt_bias_LHE=make(of("dt_bias"), num_layers, heads, head_width, dtype=wide),
+        norm_LF=make(of("o_norm.weight"), num_layers, head_width),
+        out_LDC=make(of("o_proj.weight"), num_layers, width, rows),
     )
 
 
-def _latent(config: TargetConfig, shard: Shard, factory: dict[str, Any]) -> LatentWeights:
-    width, heads, latent = config.hidden_size, shard.part(config.num_attention_heads), config.kv_lora_rank
-    queries, rank = heads * config.qk_head_dim, config.q_lora_rank
-    rows = (rank or queries) + latent + config.qk_rope_head_dim + heads
-    return LatentWeights(
-        in_CD=torch.empty(rows, width, **factory),
-        q_norm_C=None if rank is None else torch.empty(rank, **factory),
-        q_b_CQ=None if rank is None else torch.empty(queries, rank, **factory),
-        kv_norm_C=torch.empty(latent, **factory),
-        keys_HEC=torch.empty(heads, config.qk_nope_head_dim, latent, **factory),
-        values_HFC=torch.empty(heads, config.v_head_dim, latent, **factory),
-        out_DC=torch.empty(width, heads * config.v_head_dim, **factory),
+def _latent(make: _Maker, prefix: str) -> LatentWeights:
+    config, width, latent, rank = (
+        make.config,
+        make.config.hidden_size,
+        make.config.kv_lora_rank,
+        make.config.q_lora_rank,
     )
+    heads, nope, value = make.shard.part(config.num_attention_heads), config.qk_nope_head_dim, config.v_head_dim
+    queries, first = heads * config.qk_head_dim, "q_proj" if rank is None else "q_a_proj"
+    names = (f"{prefix}{name}.weight" for name in (first, "kv_a_proj_with_mqa", "g_proj"))
+    in_CD = make(names, (rank or queries) + latent + config.qk_rope_head_dim + heads, width)
+    q_norm_C = None if rank is None else make([f"{prefix}q_a_layernorm.weight"], rank)
+    q_b_CQ = None if rank is None else make([f"{prefix}q_b_proj.weight"], queries, rank)
+    kv_norm_C = make([f"{prefix}kv_a_layernorm.weight"], latent)
+    kv_HGC = make([f"{prefix}kv_b_proj.weight"], heads, nope + value, latent)
+    keys_HEC, values_HFC = (part.contiguous() for part in torch.split(kv_HGC, [nope, value], 1))
+    out_DC = make([f"{prefix}dense.weight"], width, heads * value)
+    return LatentWeights(in_CD, q_norm_C, q_b_CQ, kv_norm_C, keys_HEC, values_HFC, out_DC)
 
 
-def _layer(config: TargetConfig, shard: Shard, layer: int, factory: dict[str, Any], gate: torch.dtype) -> LayerWeights:
-    width, is_moe = config.hidden_size, config.is_moe(layer)
-    inner = shard.part(config.moe_intermediate_size if is_moe else config.intermediate_size)
-    num_experts = config.num_experts if is_moe else 0
-    wide = factory | {"dtype": torch.float32}
-    gate_XD = torch.empty(num_experts, width, **factory | {"dtype": gate})
-    gate_up_XCD = torch.empty(num_experts + 1, 2 * inner, width, **factory)
-    down_XDI = torch.empty(num_experts + 1, width, inner, **factory)
-    router = RouterWeights(gate_XD, torch.empty(num_experts, **wide))
+def _layer(make: _Maker, layer: int) -> LayerWeights:
+    config, width, prefix = make.config, make.config.hidden_size, f"model.layers.{layer}."
+    is_moe, gate = config.is_moe(layer), f"{prefix}mlp.gate."
+    inner = make.shard.part(config.moe_intermediate_size if is_moe else config.intermediate_size)
+    experts = [f"{prefix}mlp."]  # a dense MLP is one expert without a limit
+    if is_moe:
+        experts = [f"{prefix}mlp.experts.{expert}." for expert in range(config.num_experts)]
+        experts.append(f"{prefix}mlp.shared_experts.")
+    limits_X = torch.full((len(experts),), inf, device=make.device)
+    if is_moe:
+        limits_X[:-1], limits_X[-1] = config.routed_limit(layer) or inf, config.shared_limit(layer) or inf
     return LayerWeights(
-        input_norm_D=torch.empty(width, **factory),
-        latent=_latent(config, shard, factory) if config.is_latent(layer) else None,
-        post_norm_D=torch.empty(width, **factory),
-        router=router if is_moe else None,
-        experts=ExpertWeights(gate_up_XCD, down_XDI, torch.empty(num_experts + 1, **wide)),
+        input_norm_D=make([f"{prefix}input_layernorm.weight"], width),
+        latent=_latent(make, f"{prefix}attention.") if config.is_latent(layer) else None,
+        post_norm_D=make([f"{prefix}post_attention_layernorm.weight"], width),
+        router=RouterWeights(
+            gate_XD=make([f"{gate}weight"], config.num_experts, width, dtype=make.precision.of("router")),
+            bias_X=make([f"{gate}expert_bias"], config.num_experts, dtype=torch.float32),
+        )
+        if is_moe
+        else None,
+        experts=ExpertWeights(
+            gate_up_XCD=make(
+                (f"{e}{half}_proj.weight" for e in experts for half in ("gate", "up")), len(experts), 2 * inner, width
+            ),
+            down_XDI=make((f"{e}down_proj.weight" for e in experts), len(experts), width, inner),
+            limits_X=limits_X,
+        ),
     )

@@ -107,7 +107,7 @@ def test_operations_are_those_that_a_counter_sees(config: Path) -> None:
     for kind in ("vanilla", "gated", "rnn"):
         learner, record = learner_of(config, f"draft.markov_head_type={kind}")
         micro = MicroStep(learner, record)
-        found = count_operations(learner.run.draft, micro.batch)
+        found = count_operations(learner.run.draft, micro.here)
         assert micro.pulls  # made before the counters count
         with FlopCounterMode(display=False) as loss:
             micro.loss()

@@ -13,7 +13,7 @@ from training_run import TAPS, run_fields
 from dspark.cli.probe import load_probe
 from dspark.config import RunConfig
 from dspark.errors import ConfigError, PromptError
-from dspark.target.checkpoint.weights import Checkpoint
+from dspark.model_folder import Checkpoint
 
 CPU = torch.device("cpu")
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import PAD_TOKEN_ID, STOP_TOKEN_ID, write_tiny_ling, write_tiny_qwen3
 
 from dspark.errors import CheckpointError, ConfigError, DsparkError
 from dspark.target import loading
-from dspark.target.checkpoint.shapes import tensor_shapes
-from dspark.target.checkpoint.weights import save_checkpoint
 from dspark.target.config import parse_target_config
 from dspark.target.loading import load_tables, load_target, locate_target, target_facts, target_fingerprint
-from dspark.target.model import LingModel
+from dspark.target.model import LingModel, tensor_shapes
 from dspark.target.transformers_target import TransformersTarget
 
 
@@ -35,7 +34,7 @@ def golden_folder(tmp_path_factory: pytest.TempPathFactory, ling_golden: dict[st
         .to(specs[name].dtype)
         for name, weight in mini["weights"].items()
     }
-    save_checkpoint(folder, tensors.items(), 10_000)
+    save_torch_state_dict(tensors, folder, max_shard_size=10_000)
     assert len(list(folder.glob("model-*.safetensors"))) >= 3
     (folder / "config.json").write_text(json.dumps(mini["config"] | {"eos_token_id": 0}))
     return folder

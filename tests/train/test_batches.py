@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_run import LENGTHS, Sequences, make_run, make_sequences, read_batch, read_window
+from training_run import LENGTHS, Sequences, make_run, make_sequences, read_batch, read_window, ready
 
 from dspark.errors import RecordError
 from dspark.train.batches import (
@@ -25,7 +25,6 @@ from dspark.train.batches import (
     copied_ahead,
     plan_batch,
     plan_windows,
-    ready,
     window_draws,
     with_feed,
 )
@@ -163,13 +162,15 @@ def test_what_cannot_be_read_ends_the_run_at_its_own_step_and_no_earlier(tmp_pat
 
 def test_the_feed_of_windows_gives_their_batches_and_goes_on_behind_them(tmp_path: Path) -> None:
     run, share, sequences = make_run(tmp_path), Share(1, 2, 0, 1), make_sequences()
-    windows = [read_window(sequences, run, start, share) for start in (0, 2, 4)]
+    read = [read_window(sequences, run, start, share) for start in (0, 2, 4)]
+    draws = [window_draws(len(sequences), run.seed, start, share) for start in (0, 2, 4)]
+    windows = [[plan_batch(sequences, each, run) for each in window] for window in draws]
     given, fed = [], []
     for window, feed in with_feed((planned(window) for window in windows), sequences, CPU):
         given.append(window)
         fed += [next(feed) for _ in window]
-    assert given == windows
-    for found, expected in zip(fed, [batch for window in windows for batch in window], strict=True):
+    assert all(window is plans for window, plans in zip(given, windows, strict=True))
+    for found, expected in zip(fed, [batch for window in read for batch in window], strict=True):
         assert found.indices == expected.indices
         assert torch.equal(found.taps_TLD, expected.taps_TLD)
         assert torch.equal(found.last_hidden_TD, expected.last_hidden_TD)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from training_run import make_learner, make_sequences, read_batch, read_window, take_step
+from training_run import make_learner, make_sequences, read_batch, read_window, ready, take_step
 
 from dspark.draft import backbone
 from dspark.errors import TrainingError
 from dspark.train import objective as room
-from dspark.train.batches import Batch, Draw, Share, copied_ahead, ready
+from dspark.train.batches import Batch, Draw, Share, copied_ahead
 from dspark.train.objective import denominators
 from dspark.train.step import Learner, make_graphs, micro_step
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,32 +92,25 @@ def measured_run(config: Path, tokens: int, accumulation: int, overrides: tuple[
     if tokens > (most := run.draft.max_position_embeddings):
         raise ConfigError(f"--tokens {tokens}: {config} has draft.max_position_embeddings {most}; give no more tokens")
     terms = EVERY_TERM | {"confidence": 1.0 * run.draft.enable_confidence_head, "acceptance_warmup_steps": 0}
-    chosen: dict[str, object] = {
-        "record.max_tokens": tokens,
-        "train.accumulation_steps": accumulation,
-        "train.steps": 1000,
-    }
-    chosen |= {"train.init_from": "null", "train.trackers": "[]"}
-    before = tuple(f"objective.{name}={value}" for name, value in terms.items())
-    return load_run(config, (*before, *overrides, *(f"{key}={value}" for key, value in chosen.items())))
+    before = (f"objective.{name}={value}" for name, value in terms.items())
+    after = f"record.max_tokens={tokens}", f"train.accumulation_steps={accumulation}", "train.steps=1000"
+    return load_run(config, (*before, *overrides, *after, "train.init_from=null", "train.trackers=[]"))
 
 
 def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
     """All rows. DeepSpeed and FSDP, which take a step apart in their own way, have the whole step alone."""
     accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
     micro = MicroStep(learner, record)
-    flops = count_operations(run.draft, micro.batch)
-    table.report.update(blocks=len(micro.batch.anchors_A), flops=flops)
+    flops = count_operations(run.draft, micro.here)
+    table.report.update(blocks=len(micro.here.anchors_A), flops=flops)
     alone = None
     if accelerator.distributed_type not in {DistributedType.DEEPSPEED, DistributedType.FSDP}:
         alone = time_calls(micro.whole, device, micro.clear)
         table.add("micro-step, forward and backward", alone, sum(flops.values()))
-        parts: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-            "its loss alone, from hidden states": (micro.loss, LOSS),
-            "its body alone": (micro.body, BODY),
-        }
-        for name, (call, kinds) in parts.items():
-            table.add(name, time_calls(call, device, micro.clear), sum(flops[kind] for kind in kinds))
+        loss = time_calls(micro.loss, device, micro.clear)
+        table.add("its loss alone, from hidden states", loss, sum(flops[kind] for kind in LOSS))
+        body = time_calls(micro.body, device, micro.clear)
+        table.add("its body alone", body, sum(flops[kind] for kind in BODY))
     micro.clear()
     del micro
     num_steps = run.train.accumulation_steps

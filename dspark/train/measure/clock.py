@@ -1,12 +1,13 @@
 """The time and the memory of a call that is made again and again, on a GPU or a CPU."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
+
+from dspark.train.timing import moment, seconds_between
 
 WARMUPS, REPEATS = 3, 20
 """Calls before the clock starts (compilers and tuners have run then), and calls of which the median is taken."""
@@ -37,22 +38,14 @@ def time_calls(call: Callable[[], Any], device: torch.device, before: Callable[[
     if is_gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    marks = []
+    moments = []
     for _ in range(REPEATS):
         before()
-        start = _mark(is_gpu)
+        start = moment(device)
         call()
-        marks.append((start, _mark(is_gpu)))
+        moments.append((start, moment(device)))
     if is_gpu:
         torch.cuda.synchronize(device)
-    times = [a.elapsed_time(b) if is_gpu else (b - a) * 1e3 for a, b in marks]
+    times = [seconds_between(*pair) * 1e3 for pair in moments]
     peak = torch.cuda.max_memory_allocated(device) if is_gpu else None
     return Timing(median(times), min(times), max(times), peak)
-
-
-def _mark(is_gpu: bool) -> Any:
-    if not is_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -16,16 +16,16 @@ LOGIT_DEVIATION = 2.0
 """Of the made-up teacher's logits over the vocabulary."""
 
 
-class RandomRecord:
+class RandomRecord(list[RecordedSequence]):
     """Sequences of ``record.max_tokens`` random tokens in host memory, all to be predicted, with states from a normal
-    law in the target's dtype: ``len(record)``, ``record[i]``. They are drawn from the run's seed.
+    law in the target's dtype. They are drawn from the run's seed.
     """
 
     def __init__(self, run: RunConfig, num_sequences: int) -> None:
         draft, num_tokens, dtype = run.draft, run.record.max_tokens, getattr(torch, run.target.dtype)
         generator = torch.Generator().manual_seed(run.seed)
         normal = partial(torch.randn, generator=generator, dtype=dtype)
-        self._sequences = [
+        super().__init__(
             RecordedSequence(
                 ids_T=torch.randint(draft.vocab_size, (num_tokens,), generator=generator),
                 loss_mask_T=torch.ones(num_tokens, dtype=torch.bool),
@@ -33,17 +33,11 @@ class RandomRecord:
                 last_hidden_TD=normal(num_tokens, draft.hidden_size),
             )
             for _ in range(num_sequences)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __getitem__(self, index: int) -> RecordedSequence:
-        return self._sequences[index]
+        )
 
     def text(self, index: int) -> tuple[Tensor, Tensor]:
         """ids_T and loss_mask_T of a sequence."""
-        return self._sequences[index].ids_T, self._sequences[index].loss_mask_T
+        return self[index].ids_T, self[index].loss_mask_T
 
 
 def random_learner(accelerator: Accelerator, run: RunConfig) -> Learner:

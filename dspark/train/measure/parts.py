@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dspark.draft.model import DraftOutput
-from dspark.kernels.transfer import onto
-from dspark.train.batches import Record, copied_ahead, fill, plan_windows, ready, share_of, with_feed
+from dspark.train.batches import Record, plan_windows, share_of, with_feed
 from dspark.train.log import PooledMetrics
 from dspark.train.measure import clock
 from dspark.train.objective import denominators
@@ -27,10 +26,10 @@ class MicroStep:
     def __init__(self, learner: Learner, record: Record) -> None:
         self.learner, device = learner, learner.accelerator.device
         share = share_of(learner.accelerator, learner.run.train)
-        first = next(plan_windows(record, learner.run, share, share.starts(0, 1), device)).result()[0]
-        self.batch = fill(record, first, device)
-        self.here = next(copied_ahead([ready(self.batch)], device))
-        self.pooled = onto(device, denominators(self.batch.slots, learner.run.objective.decay_positions))
+        windows = plan_windows(record, learner.run, share, share.starts(0, 1), device)
+        with closing(with_feed(windows, record, device)) as window:
+            self.here = next(next(window)[1])
+        self.pooled = denominators(self.here.slots, learner.run.objective.decay_positions)
 
     @cached_property
     def output(self) -> DraftOutput:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dspark.errors import CheckpointError
-from dspark.target.checkpoint.weights import INDEX_FILE
+from dspark.model_folder import INDEX_FILE
 from dspark.target.loading import NANO_FOLDER
 from dspark.verifier import Verifier
 from dspark.verifier.ranks import Ranks

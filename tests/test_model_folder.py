@@ -1,4 +1,4 @@
-"""Reading and writing a model folder: lazily, whole, and refusing by name what is damaged or another model's."""
+"""Reading a model folder: lazily, and refusing by name what is damaged or another model's."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny_ling
 
 from dspark.errors import CheckpointError
-from dspark.target.checkpoint.shapes import TensorSpec, tensor_shapes
-from dspark.target.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, save_checkpoint
+from dspark.model_folder import INDEX_FILE, SINGLE_FILE, Checkpoint
 from dspark.target.config import load_target_config
+from dspark.target.model import tensor_shapes
 
 GATE = "model.layers.1.mlp.gate.weight"
 
@@ -22,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny_ling(tmp_path / "ling")
 
 
-def expected(folder: Path) -> dict[str, TensorSpec]:
+def expected(folder: Path) -> dict[str, torch.Tensor]:
     return tensor_shapes(load_target_config(folder))
 
 
@@ -31,12 +32,12 @@ def rewrite(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / SINGLE_FILE)
 
 
-def split(folder: Path, max_shard_bytes: int = 100_000) -> dict[str, torch.Tensor]:
+def split(folder: Path) -> dict[str, torch.Tensor]:
     """Replace the single file by shards with an index."""
     tensors = load_file(folder / SINGLE_FILE)
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     (folder / SINGLE_FILE).unlink()
-    save_checkpoint(folder, copies.items(), max_shard_bytes)
+    save_torch_state_dict(copies, folder, max_shard_size=100_000)
     return copies
 
 
@@ -53,9 +54,6 @@ def test_shards_hold_what_was_saved(folder: Path) -> None:
     assert set(checkpoint.names) == set(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.get(name), tensor)
-    index = json.loads((folder / INDEX_FILE).read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-    assert not list(folder.glob("*.partial"))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -63,8 +61,6 @@ def test_the_slices_of_all_ranks_make_the_tensor(folder: Path, dim: int) -> None
     checkpoint = Checkpoint(folder)
     parts = [checkpoint.get_slice(GATE, dim, rank, 4) for rank in range(4)]
     assert torch.equal(torch.cat(parts, dim), checkpoint.get(GATE))
-    with pytest.raises(CheckpointError, match=rf"{GATE}: dimension {dim} of \[8, 32\] does not divide by 3 ranks"):
-        checkpoint.get_slice(GATE, dim, 0, 3)
 
 
 @pytest.mark.parametrize(
@@ -159,23 +155,3 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.layers\.9\.x is missing"):
         Checkpoint(folder).get("model.layers.9.x")
-
-
-@pytest.mark.parametrize("max_shard_bytes", [8, 10_000])
-def test_an_interrupted_write_leaves_nothing_that_reads_as_weights(tmp_path: Path, max_shard_bytes: int) -> None:
-    def interrupted() -> Any:
-        yield "a", torch.ones(4)
-        yield "b", torch.ones(4)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, interrupted(), max_shard_bytes)
-    with pytest.raises(CheckpointError, match=r"expected model\.safetensors or"):
-        Checkpoint(tmp_path)
-    save_checkpoint(tmp_path, [("a", torch.ones(4))], max_shard_bytes)
-    assert Checkpoint(tmp_path).names == ("a",)
-
-
-def test_weights_are_not_written_over(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: exists already"):
-        save_checkpoint(folder, [("a", torch.ones(4))])

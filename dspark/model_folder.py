@@ -1,8 +1,8 @@
-"""A model folder's safetensors files: checked by name, read lazily, written whole."""
+"""A model folder's safetensors files: checked by name, read lazily."""
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dspark.errors import CheckpointError
-from dspark.files import put_in_place, save_tensors
-from dspark.target.checkpoint.shapes import TensorSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -52,17 +50,17 @@ class Checkpoint:
         """Numbers in all of them."""
         return sum(prod(self._slice(name).get_shape()) for name in self.names)
 
-    def check(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Compare names, shapes and dtypes with what the model needs, before a byte of data is read.
+    def check(self, expected: Mapping[str, torch.Tensor], any_dtype: bool = False) -> None:
+        """Compare names, shapes and dtypes with what the model needs (meta tensors), before a byte of data is read.
         Raises: CheckpointError listing the missing, the unexpected and the wrong tensors.
         """
         names = set(self.names)
         problems = [f"{name} is missing" for name in expected if name not in names]
         problems += [f"{name} is unexpected" for name in self.names if name not in expected]
-        for name, spec in expected.items():
+        for name, tensor in expected.items():
             if name in names:
                 found = self._slice(name)
-                wanted = (list(spec.shape), _DTYPES[spec.dtype])
+                wanted = (list(tensor.shape), found.get_dtype() if any_dtype else _DTYPES[tensor.dtype])
                 if (found.get_shape(), found.get_dtype()) != wanted:
                     have = f"{found.get_shape()} {found.get_dtype()}"
                     problems.append(f"{name} must be {wanted[0]} {wanted[1]}, found {have}")
@@ -72,62 +70,23 @@ class Checkpoint:
 
     def get(self, name: str) -> torch.Tensor:
         """The whole tensor, in the dtype it is stored in. Raises: CheckpointError when the folder does not hold it."""
-        self._require(name)
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: {name} is missing")
         tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
         return tensor
 
     def get_slice(self, name: str, dim: int, rank: int, world_size: int) -> torch.Tensor:
-        """The ``rank``-th of ``world_size`` equal parts along ``dim`` (0 or 1); only these bytes are read for dim 0.
-        Raises: CheckpointError when the folder does not hold the tensor or the ranks do not divide it.
+        """The ``rank``-th of ``world_size`` equal parts along ``dim`` (0 or 1), of a tensor and by ranks that were
+        checked; only these bytes are read for dim 0.
         """
-        self._require(name)
         stored = self._slice(name)
-        shape = stored.get_shape()
-        size = shape[dim]
-        if size % world_size:
-            raise CheckpointError(f"{name}: dimension {dim} of {shape} does not divide by {world_size} ranks")
+        size = stored.get_shape()[dim]
         part = slice(rank * size // world_size, (rank + 1) * size // world_size)
         tensor: torch.Tensor = stored[part] if dim == 0 else stored[:, part]
         return tensor.contiguous()
 
-    def _require(self, name: str) -> None:
-        if name not in self._file_of:
-            raise CheckpointError(f"{self.folder}: {name} is missing")
-
     def _slice(self, name: str) -> Any:
         return self._open[self._file_of[name]].get_slice(name)
-
-
-def save_checkpoint(
-    folder: Path | str, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = 5_000_000_000
-) -> None:
-    """Write (name, tensor) pairs as one safetensors file, or as shards with an index when they exceed a shard.
-
-    Each file is written beside its place, flushed and renamed; the index comes last, so that an interrupted call leaves
-    nothing that ``Checkpoint`` would read. Raises: CheckpointError when the folder already holds weights.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (SINGLE_FILE, INDEX_FILE):
-        if (folder / name).exists():
-            raise CheckpointError(f"{folder / name}: exists already; delete it or write to another folder")
-    shards: list[list[str]] = []
-    total_bytes = 0
-    for shard in _shards(tensors, max_shard_bytes):
-        shards.append(list(shard))
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
-        save_tensors(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
-    if len(shards) == 1:
-        put_in_place(folder / "1.partial", folder / SINGLE_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        put_in_place(folder / f"{number}.partial", folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / "index.partial").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    put_in_place(folder / "index.partial", folder / INDEX_FILE)
 
 
 def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
@@ -176,15 +135,3 @@ def _first_cut(file: Path) -> str:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return ""
     return str(ends[min(cut)]) if cut else ""
-
-
-def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    shard_bytes = 0
-    for name, tensor in tensors:
-        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, shard_bytes = {}, 0
-        shard[name] = tensor.detach().contiguous()
-        shard_bytes += tensor.nbytes
-    yield shard
