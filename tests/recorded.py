@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from toy import TableTarget
 
 from dspark.data.chat import Encoded, digest
@@ -85,8 +84,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def assert_head_says_what_was_recorded(reader: RecordReader, head_VD: torch.Tensor) -> None:
     """The labels' log-probabilities that the head gives on the recorded states are those that stand in the shards."""
-    recorded_M = [load_file(reader.folder / shard.file)["label_logprobs_M"] for shard in reader.manifest.shards]
-    found = []
+    found, recorded_M = [], [reader.label_logprobs(index) for index in range(len(reader))]
     for index in range(len(reader)):
         sequence = reader[index]
         is_next_T = sequence.loss_mask_T[1:]

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
@@ -22,10 +24,13 @@ from dspark.data.responses import RESPONSES_FILE, read_header, read_responses
 from dspark.errors import DraftMismatchError, RecordError
 from dspark.files import claim
 from dspark.record.capture import capture, check_ids
+from dspark.record.checking import check_shards
 from dspark.record.format import Manifest
+from dspark.record.reader import RecordReader
 from dspark.record.writer import open_writer
 from dspark.target.loading import TargetFacts, load_target, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
+from dspark.types import Target
 
 SHOWN_TOKENS = 300
 
@@ -39,9 +44,13 @@ def record(
     leave_out_unusable: Annotated[
         bool, typer.Option("--leave-out-unusable", help="Go on without the conversations that cannot be used.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Hold a finished record against the target: checksums, text, states.")
+    ] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Check, then record the shards with a fault anew.")] = False,
     device: Device = DEFAULT_DEVICE,
 ) -> None:
-    """Run the target over the responses of dspark prepare into record.folder. Run again to resume or repair."""
+    """Run the target over the responses of dspark prepare into record.folder. Run again to resume."""
     run = load_run(config, tuple(overrides or ()))
     folder = locate_target(run.target.path)
     facts = target_facts(folder)
@@ -63,9 +72,32 @@ def record(
         console.print(f"{len(sequences)} sequences, {size}, about {description.num_bytes / 1e9:.2f} GB", markup=False)
         layers = run.draft.target_layer_ids
         target = load_target(folder, target_layer_ids=layers, dtype=description.torch_dtype, device=device)
+        if check or repair:
+            faulty = find_faults(target, sequences, run.record.folder, console)
+            if not faulty or not repair:
+                raise typer.Exit(2 if faulty else 0)
+            for file in faulty:
+                (run.record.folder / file).unlink(missing_ok=True)
         with count_progress("recorded", len(sequences)) as on_sequence:
             capture(target, sequences, writer, on_sequence)
         console.print(f"{len(writer.manifest.shards)} shards in {run.record.folder}", markup=False)
+
+
+def find_faults(target: Target[Any], sequences: Sequence[Encoded], folder: Path, console: Console) -> list[str]:
+    """Print what every shard holds and what is wrong with it. Returns: the files of those with a fault."""
+    reader = RecordReader(folder)
+    with count_progress("shards", len(reader.manifest.shards)) as on_shard:
+        checks = list(check_shards(target, sequences, reader, on_shard))
+    table = Table("shard", "tokens", "to predict", "nats each", "states", box=SIMPLE)
+    for found in checks:
+        numbers = ("-" if value is None else f"{value:.2g}" for value in (found.nats, found.states_error))
+        table.add_row(found.file, str(found.num_tokens), str(found.num_supervised), *numbers)
+    console.print(table, "nats each: of what is to be predicted; states: recorded less those of now, of their norm")
+    faulty = [found for found in checks if found.fault]
+    for found in faulty:
+        console.print(f"{folder / found.file}: {found.fault}", markup=False)
+    console.print(f"{len(checks) - len(faulty)} of {len(checks)} shards are what the target says", markup=False)
+    return [found.file for found in faulty]
 
 
 def check_draft(run: RunConfig, facts: TargetFacts) -> None:

@@ -72,7 +72,7 @@ def _shard(
         rows = loss_mask_N[begin:end].roll(-1).nonzero()[:, 0]
         hidden_MD = output.last_hidden_ND[rows.to(output.last_hidden_ND.device)]
         last_hidden_MD[filled : filled + len(rows)] = hidden_MD.cpu()
-        label_logprobs_M[filled : filled + len(rows)] = _label_logprobs(target, hidden_MD, ids_N[begin + rows + 1])
+        label_logprobs_M[filled : filled + len(rows)] = label_logprobs(target, hidden_MD, ids_N[begin + rows + 1])
         filled += len(rows)
         for _ in pack:
             on_sequence()
@@ -80,7 +80,8 @@ def _shard(
     return tensors | {"last_hidden_MD": last_hidden_MD, "label_logprobs_M": label_logprobs_M}
 
 
-def _label_logprobs(target: Target[Any], hidden_MD: torch.Tensor, labels_M: torch.Tensor) -> torch.Tensor:
+def label_logprobs(target: Target[Any], hidden_MD: torch.Tensor, labels_M: torch.Tensor) -> torch.Tensor:
+    """The labels' log-probabilities [M] by the target's head, float32 on the CPU."""
     pairs = zip(torch.split(hidden_MD, LOGIT_ROWS), torch.split(labels_M, LOGIT_ROWS), strict=True)
     parts = [
         torch.log_softmax(target.logits(hidden_ND), -1).gather(1, labels_N.to(hidden_ND.device)[:, None])[:, 0].cpu()

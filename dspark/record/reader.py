@@ -60,6 +60,13 @@ class RecordReader:
         begin, end = shard.offsets_S1[row : row + 2].tolist()
         return shard.ids_N[begin:end], shard.loss_mask_N[begin:end]
 
+    def label_logprobs(self, index: int) -> torch.Tensor:
+        """The target's log-probability [M] of every predicted token of a sequence. Raises: as ``reader[index]``."""
+        shard, row = self._find(index)
+        begin, end = shard.hidden_offsets_S1[row : row + 2].tolist()
+        logprobs_M: torch.Tensor = shard.file.get_slice("label_logprobs_M")[begin:end]
+        return logprobs_M
+
     def _find(self, index: int) -> tuple[_Shard, int]:
         """The shard that holds a sequence, and the sequence's row in it."""
         if not 0 <= index < len(self):

@@ -143,3 +143,23 @@ def test_the_command_line_shows_what_is_supervised(config: Path) -> None:
     assert "<role>HUMAN</role>Add 0 and 2.<|role_end|><role>ASSISTANT</role>" in result.output
     assert "6 sequences" in result.output
     assert f"shards in {config.parent / 'record'}" in result.output
+
+
+def test_a_record_is_checked_and_only_what_is_wrong_recorded_anew(config: Path) -> None:
+    record(config)
+    folder, run = config.parent / "record", ["record", "--config", str(config)]
+    before = contents(folder)
+    number = len(list(folder.glob("shard-*")))
+    checked = CliRunner().invoke(app, [*run, "--check"])
+    assert checked.exit_code == 0, checked.output
+    assert f"{number} of {number} shards are what the target says" in checked.output
+    path = folder / "shard-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    checked = CliRunner().invoke(app, [*run, "--check"])
+    assert checked.exit_code == 2
+    assert f"{path}: " in checked.output
+    assert f"{number - 1} of {number} shards" in checked.output
+    assert path.read_bytes() != before[path.name]
+    repaired = CliRunner().invoke(app, [*run, "--repair"])
+    assert repaired.exit_code == 0, repaired.output
+    assert contents(folder) == before
