@@ -257,18 +257,25 @@ class RunConfig(Section):
 
 def load_run(path: Path | str, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a run from YAML and apply ``section.key=value`` overrides. Raises: ConfigError naming the file and key."""
-    path = Path(path)
+    tree = read_yaml(Path(path), "a run, see configs/")
+    for override in overrides:
+        _apply(tree, override)
+    return validated(RunConfig, tree, path)
+
+
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises: ConfigError naming the file and ``what`` was to be given, or a key that
+    stands there twice.
+    """
     if not path.is_file():
-        raise ConfigError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give a run, see configs/")
+        raise ConfigError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; give {what}")
     try:
         tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {_fault(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
-    for override in overrides:
-        _apply(tree, override)
-    return validated(RunConfig, tree, path)
+    return tree
 
 
 def save_run(run: RunConfig, path: Path) -> None:

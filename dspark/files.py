@@ -52,9 +52,12 @@ def put_in_place(beside: Path, path: Path) -> None:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder beside ``folder`` to write files into; it then takes that place, and a former one's, whole.
-    A kill at any moment leaves what was there before, or all of the new.
+    A kill at any moment leaves what was there before, or all of the new; for an instant the former one's name is
+    .NAME.former, until this is called again.
     """
     partial, former = partial_of(folder), folder.with_name(f".{folder.name}.former")
+    if former.exists() and not folder.exists():  # killed between the two renames
+        former.rename(folder)
     for left_over in (partial, former):
         shutil.rmtree(left_over, ignore_errors=True)
     partial.mkdir(parents=True)

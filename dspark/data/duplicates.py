@@ -13,15 +13,16 @@ from rensa import RMinHash  # type: ignore[attr-defined]
 SHINGLE_WORDS, NUM_MINIMA, BAND_MINIMA, SEED = 5, 128, 4, 1
 BANDS = [f"band{band}" for band in range(NUM_MINIMA // BAND_MINIMA)]
 _ALONE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_WORD = re.compile(f"[{_ALONE}]|[^\\W{_ALONE}]+")
+_WORD = re.compile(f"[{_ALONE}]|[^\\W{_ALONE}]+|[^\\w\\s]")
 _MEMBER = np.uint64(2**32 - 1)
 
 
 class Fingerprints:
     """Fingerprints of texts, in order, in files of an empty ``folder``: 8 bytes for all its words, 512 for MinHash.
 
-    Words are compared without case and punctuation; of Chinese, Japanese and Korean every sign is a word. Similarity is
-    that of the sets of five words in a row (Jaccard), by the share of 128 minima that are equal: 0.8 is right to 0.035.
+    Case and spaces make no difference; of Chinese, Japanese and Korean, and of punctuation, every sign is a word.
+    Similarity is that of the sets of five words in a row (Jaccard), by the share of 128 minima that are equal: 0.8 is
+    right to 0.035.
     Source: Broder, On the resemblance and containment of documents (1997); the minima are those of the package rensa.
     """
 

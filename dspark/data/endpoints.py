@@ -25,6 +25,8 @@ _LONGEST_RETRY_AFTER_SECONDS = 3600.0
 _BYTES_PER_TOKEN = 256
 """A token as an id and as escaped text, with room to spare; a longer answer is refused while it is read."""
 _REASON_LENGTH = 300
+AT_ONCE, FIRST_TRY, LATER = range(3)
+"""When a prompt is asked: before those of a later kind."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class _Endpoint:
     url: str
     num_failures: int = 0
     """In a row; requests that were in flight together count once."""
+    has_answered: bool = False
+    """So that an unusable answer is the prompt's fault."""
     rests_until: float = 0.0
     reason: str = ""
 
@@ -95,7 +99,8 @@ class EndpointAsker:
     endpoint that refuses these fields cannot be used.
 
     A failed try goes to the end of the queue, and its endpoint rests, longer with every failure in a row, while the
-    others go on. With ``is_leaving_out`` a prompt that gets unusable answers only is kept without one.
+    others go on. An unusable answer of an endpoint that has given a usable one is the prompt's fault: it is asked again
+    next, after a short rest. With ``is_leaving_out`` a prompt that gets unusable answers only is kept without one.
     Raises: EndpointError for a request that is refused (another 4xx, a redirect), when all endpoints failed
     ``patience.tries`` times in a row, and for a prompt with as many unusable answers.
     Source: vllm/entrypoints/openai/completion/protocol.py and vLLM's pull request 22587 (``return_token_ids`` gives
@@ -122,9 +127,9 @@ class EndpointAsker:
 
     async def _run(self, rows: Sequence[int], keep: Keep) -> None:
         endpoints = [_Endpoint(url) for url in self.data.endpoints]
-        num_unusable, queue = Counter[int](), asyncio.Queue[int]()
+        num_unusable, queue = Counter[int](), asyncio.PriorityQueue[tuple[int, int]]()
         for row in rows:
-            queue.put_nowait(row)
+            queue.put_nowait((FIRST_TRY, row))
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         client = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity"} | key,
@@ -136,15 +141,17 @@ class EndpointAsker:
         async def work(endpoint: _Endpoint) -> None:
             while True:
                 await asyncio.sleep(max(0.0, endpoint.rests_until - time.monotonic()))
-                row = await queue.get()
+                place, row = await queue.get()
                 began, answer = time.monotonic(), None
                 if began >= endpoint.rests_until:  # else it began to rest while there was no row
                     try:
                         answer = await self._ask(client, endpoint.url, row)
-                        endpoint.num_failures = 0
+                        endpoint.num_failures, endpoint.has_answered = 0, True
                     except _FailedTry as failure:
-                        self._rest(endpoint, began, failure)
-                        num_unusable[row] += isinstance(failure, _Unusable)
+                        is_unusable = isinstance(failure, _Unusable)
+                        place = AT_ONCE if is_unusable and endpoint.has_answered else LATER
+                        self._rest(endpoint, began, failure, is_longer=place == LATER)
+                        num_unusable[row] += is_unusable
                         if num_unusable[row] >= self.patience.tries:
                             answer = self._give_up(endpoint, row)
                         elif all(each.num_failures >= self.patience.tries for each in endpoints):
@@ -152,7 +159,7 @@ class EndpointAsker:
                             hint = "what is answered is kept: mend them and run again"
                             raise EndpointError(f"no endpoint answers ({reasons}); {hint}") from failure
                 if answer is None:
-                    queue.put_nowait(row)
+                    queue.put_nowait((place, row))
                 else:
                     keep({row: answer})
                 queue.task_done()
@@ -166,19 +173,18 @@ class EndpointAsker:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    def _rest(self, endpoint: _Endpoint, began: float, failure: _FailedTry) -> None:
+    def _rest(self, endpoint: _Endpoint, began: float, failure: _FailedTry, *, is_longer: bool) -> None:
         (reason, *retry_after), now, patience = failure.args, time.monotonic(), self.patience
         if began >= endpoint.rests_until:
             rest = min(patience.rest_seconds * 2.0 ** min(endpoint.num_failures, 99), patience.longest_rest_seconds)
             endpoint.rests_until = now + rest * self.jitter.uniform(0.5, 1.0)
-            endpoint.num_failures += 1
+            endpoint.num_failures += is_longer
         endpoint.rests_until = max(endpoint.rests_until, now + sum(retry_after))
         endpoint.reason = self._line(f"{endpoint.url}: {reason}")
         self.on_failure(endpoint.reason)
 
     def _give_up(self, endpoint: _Endpoint, row: int) -> Answer:
-        if self.is_leaving_out:
-            endpoint.num_failures = 0
+        if self.is_leaving_out and endpoint.has_answered:
             return Answer(())
         what = f"{self.prompts[row].conversation.place}: {self.patience.tries} unusable answers"
         hint = "run again, or with --leave-out-unusable to go on without such prompts"

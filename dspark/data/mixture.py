@@ -5,17 +5,26 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from itertools import islice, pairwise
 from pathlib import Path
 from shutil import rmtree
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
-from dspark.config import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, describe_validation
+from dspark.config import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+    describe_validation,
+    read_yaml,
+    validated,
+)
 from dspark.data.conversations import Conversation, parse_conversation, source_rows
 from dspark.data.duplicates import Fingerprints
 from dspark.errors import ConfigError, PromptError
@@ -50,7 +59,7 @@ class Mixture(Section):
 
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
     num_rows: PositiveInt | None = None
-    """Rows to take in all; without it as many as the weights allow."""
+    """Rows to take in all, refused if the sources do not give them; without it as many as the weights allow."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     near_similarity: Share | None = 0.8
     """Rows as near as this to an earlier one are left out; null: only repetitions are."""
@@ -85,19 +94,15 @@ class MixtureReport(Section):
     format: Literal["dspark-mixture-1"] = "dspark-mixture-1"
     mixture: Mixture
     source_bytes: tuple[int, ...]
+    """Of files; of a hub data set 0."""
+    apart_sha256: str
+    """Over the prompts of ``mixture.apart_from``."""
     sources: tuple[SourceCounts, ...]
 
 
 def load_mixture(path: Path) -> Mixture:
     """Raises: ConfigError naming the file and the key."""
-    try:
-        return Mixture.model_validate(yaml.safe_load(path.read_bytes()))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}") from error
+    return validated(Mixture, read_yaml(path, "the description of a mixture"), path)
 
 
 def mix(
@@ -106,20 +111,25 @@ def mix(
     """Write train.jsonl, held_out.jsonl and mixture.json (which comes last) into ``folder``; done before: read it.
 
     The sources are streamed twice: for fingerprints, then for the rows themselves, which come interleaved, so that any
-    first part of the file has the proportions of all. Memory: some 100 bytes a row; disk meanwhile: 520.
+    first part of the file has the proportions of all. Memory: 150 to 450 bytes a row; disk meanwhile: 520.
     ``apart``: the prompts of ``mixture.apart_from``. ``on_row`` is called for every row of either pass.
-    Raises: PromptError for a source that cannot be read or changes meanwhile, or when nothing is left; ConfigError when
-    the folder holds another mixture.
+    Raises: PromptError for a source that cannot be read or has another number of rows the second time, or when nothing
+    or too little is left; ConfigError when the folder holds another mixture, or its files had other sizes.
     """
-    source_bytes = tuple(_size(Path(source.path)) for source in mixture.sources)
+    kept_apart = [_asked(conversation) for conversation in apart]
+    origin = {
+        "mixture": mixture,
+        "source_bytes": tuple(_size(Path(source.path)) for source in mixture.sources),
+        "apart_sha256": sha256("\0".join(kept_apart).encode("utf-8", "surrogatepass")).hexdigest(),
+    }
     report_path = folder / REPORT_FILE
     if report_path.is_file():
-        return _read_report(report_path, mixture, source_bytes)
+        return _read_report(report_path, origin)
     folder.mkdir(parents=True, exist_ok=True)
     counts = [Counter[str]() for _ in mixture.sources]
     with _scratch(folder / ".fingerprints") as scratch:
         prints = Fingerprints(scratch)
-        _take_in(prints, (_asked(row) for row in apart))
+        _take_in(prints, iter(kept_apart))
         ends = [prints.num_texts]
         for source, count in zip(mixture.sources, counts, strict=True):
             _take_in(prints, (_asked(row) for row in _usable(source, on_row, count)))
@@ -127,17 +137,17 @@ def mix(
         earlier_N, is_near_N = prints.find(mixture.near_similarity)
     fates = _draw(mixture, [earlier_N[begin:end] < 0 for begin, end in pairwise(ends)])
     for count, fate_N, (begin, end) in zip(counts, fates, pairwise(ends), strict=True):
-        found_N, is_near = earlier_N[begin:end], is_near_N[begin:end]
+        found_N, is_nearly_N = earlier_N[begin:end], is_near_N[begin:end]
         is_of_task_N = (found_N >= 0) & (found_N < ends[0])
         is_old_N = found_N >= ends[0]
-        kinds = {"of_tasks": is_of_task_N, "repeated": is_old_N & ~is_near, "near": is_old_N & is_near}
+        kinds = {"of_tasks": is_of_task_N, "repeated": is_old_N & ~is_nearly_N, "near": is_old_N & is_nearly_N}
         kinds |= {"left": (found_N < 0) & (fate_N == LEFT), "held_out": fate_N == HELD_OUT, "taken": fate_N == TAKEN}
         count.update({name: int(is_kind_N.sum()) for name, is_kind_N in kinds.items()})
     if not any(count["taken"] for count in counts):
         raise PromptError(f"{folder}: no row is left of {sum(count['read'] for count in counts)}; see its filters")
     _write(mixture, folder, fates, on_row)
     rows = tuple({"path": source.path, **count} for source, count in zip(mixture.sources, counts, strict=True))
-    report = MixtureReport.model_validate({"mixture": mixture, "source_bytes": source_bytes, "sources": rows})
+    report = MixtureReport.model_validate(origin | {"sources": rows})
     write_whole(report_path, report.model_dump_json(indent=1))
     return report
 
@@ -189,13 +199,18 @@ def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray
     generator = np.random.default_rng(mixture.seed)
     orders = [np.flatnonzero(is_new_N)[generator.permutation(int(is_new_N.sum()))] for is_new_N in is_new]
     rest = [order_M[source.held_out :] for order_M, source in zip(orders, mixture.sources, strict=True)]
-    sizes = np.array([len(order_M) for order_M in rest], dtype=np.float64)
-    weights = np.array([source.weight or size for source, size in zip(mixture.sources, sizes, strict=True)])
-    shares = weights / max(weights.sum(), 1.0) if mixture.sources[0].weight is None else weights / weights.sum()
-    scarcest = min((size / share for size, share in zip(sizes, shares, strict=True) if share), default=0.0)
-    wanted = np.minimum(np.rint(shares * (mixture.num_rows or scarcest)), sizes).astype(np.int64)
+    sizes_S = np.array([len(order_M) for order_M in rest])
+    weights = [source.weight for source in mixture.sources]
+    weights_S = sizes_S if weights[0] is None else np.array(weights, dtype=np.float64)
+    shares_S = weights_S / max(weights_S.sum(), 1e-300)
+    most = min((int(size / share + 1e-6) for size, share in zip(sizes_S, shares_S, strict=True) if share), default=0)
+    if (mixture.num_rows or 0) > most:
+        given = f"the sources give {most} rows in these proportions"
+        raise PromptError(f"num_rows: {given}, {mixture.num_rows} were asked for; ask for less, or change the weights")
+    places_S = np.rint(np.cumsum(shares_S) * (mixture.num_rows or most)).astype(np.int64)
+    wanted_S = np.minimum(np.diff(places_S, prepend=0), sizes_S)
     fates = []
-    for is_new_N, order_M, rest_M, number in zip(is_new, orders, rest, wanted, strict=True):
+    for is_new_N, order_M, rest_M, number in zip(is_new, orders, rest, wanted_S, strict=True):
         fate_N = np.full(len(is_new_N), LEFT, dtype=np.int8)
         fate_N[order_M[: len(order_M) - len(rest_M)]] = HELD_OUT
         fate_N[rest_M[:number]] = TAKEN
@@ -246,11 +261,11 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _read_report(path: Path, mixture: Mixture, source_bytes: tuple[int, ...]) -> MixtureReport:
+def _read_report(path: Path, origin: dict[str, Any]) -> MixtureReport:
     try:
         found = MixtureReport.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise ConfigError(f"{path}: {describe_validation(error)}; delete its folder to mix again") from error
-    if (found.mixture, found.source_bytes) != (mixture, source_bytes):
-        raise ConfigError(f"{path.parent}: holds another mixture, or its sources have changed; delete it to mix again")
+    if {name: getattr(found, name) for name in origin} != origin:
+        raise ConfigError(f"{path.parent}: holds another mixture, or its files have changed; delete it to mix again")
     return found

@@ -11,7 +11,7 @@ Sizes = dict[str, int]
 def check(sizes: Sizes, *dtypes: dtype, num_strided: int = 0, **tensors: Tensor | None) -> Sizes:
     """Hold tensors against the letters of their names: ``check({"D": 64}, float32, x_TD=x_TD)``. None fits.
 
-    A letter without a size takes that of the first tensor that has it; a digit is its own size. The tensors share one
+    A letter without a size takes that of the first tensor that has it; 1 and 2 are their own. The tensors share one
     dtype, out of ``dtypes`` (none given: each has any), and are contiguous, or behind the first ``num_strided``
     dimensions. Returns: ``sizes`` and what was learnt. Raises: ValueError for another shape, dtype or other strides.
     """

@@ -105,9 +105,9 @@ def test_the_command_line_says_how_many_and_where(tmp_path: Path) -> None:
 
 def test_a_mixture_takes_the_place_of_its_sources(tmp_path: Path) -> None:
     """Two rows repeat others, one is a task's, one is held out; what is answered is the rest, however often asked."""
-    config = write_prompts_run(tmp_path, *ROWS[:4], {"prompt": "add 1 AND 2"}, {"prompt": "What is a heap?"})
+    config = write_prompts_run(tmp_path, *ROWS[:4], {"prompt": "add 1 AND 2 ."}, {"prompt": "What is a heap?"})
     rows = yaml.safe_load(config.read_text())["data"]["sources"]
-    (tmp_path / "task.jsonl").write_text(json.dumps({"prompt": "what is a heap"}) + "\n")
+    (tmp_path / "task.jsonl").write_text(json.dumps({"prompt": "what is a heap?"}) + "\n")
     mixture = {"sources": [{"path": rows[0], "held_out": 1}], "apart_from": [str(tmp_path / "task.jsonl")]}
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture))
     options = ["prepare", "--config", str(config), "--set", "data.max_response_tokens=4"]

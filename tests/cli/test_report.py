@@ -166,10 +166,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing measured": (lambda f: change(f, lambda t: t.update(measurements=[])), "report.json: nothing was measured"),
     "no journal": (lambda f: (f / "texts.jsonl").unlink(), "texts.jsonl: no such file"),
     "odd bytes": (lambda f: (f / "texts.jsonl").write_bytes(b"\xff\xfe\n" * 3), "texts.jsonl:1: not a journal"),
-    "a torn log": (
+    "a damaged log": (
         lambda f: (
             change(f, lambda t: t["draft"].update(name=str(f / "draft"))),
-            (f / "metrics.jsonl").write_text('{"step": 1.0}\n{"st'),
+            (f / "metrics.jsonl").write_text('{"step": 1.0}\n{"st\n'),
         ),
         "metrics.jsonl: not the log of a training",
     ),

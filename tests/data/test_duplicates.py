@@ -17,7 +17,7 @@ def texts_of(number: int, seed: int = 0) -> list[str]:
 
 
 def found(folder: Path, texts: list[str], similarity: float | None) -> list[tuple[int, bool]]:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     prints = Fingerprints(folder)
     for start in range(0, len(texts), 7):
         prints.add(texts[start : start + 7])
@@ -32,10 +32,11 @@ def changed(text: str, places: list[int]) -> str:
     return " ".join(words)
 
 
-def test_a_text_in_other_case_and_signs_is_a_repetition_of_the_first(tmp_path: Path) -> None:
+def test_a_text_in_other_case_and_spaces_is_a_repetition_of_the_first(tmp_path: Path) -> None:
     first, second = texts_of(2)
-    texts = [first, second, f"  {first.upper()}!", second.replace(" ", ", "), first, "??", "!!", "??"]
+    texts = [first, second, f"  {first.upper()}", second.replace(" ", "\n"), first, "3 + 4?", "3 - 4?", "3+4 ?"]
     assert [place for place, _ in found(tmp_path, texts, None)] == [-1, -1, 0, 1, 0, -1, -1, 5]
+    assert [place for place, _ in found(tmp_path / "near", texts, 0.8)] == [-1, -1, 0, 1, 0, -1, -1, 5]
 
 
 @pytest.mark.parametrize(("num_changed", "is_near"), [(1, True), (12, False)])

@@ -276,6 +276,23 @@ def test_a_prompt_with_unusable_answers_only_is_named_or_left_out_when_asked(cha
     assert [each.place.rpartition(":")[2] for each in encoded] == [str(row) for row in range(1, 25) if row != 4]
 
 
+def test_many_prompts_with_unusable_answers_end_no_run_that_goes_on_without_them(
+    chat: ChatFormat, tmp_path: Path
+) -> None:
+    """Half of the prompts, more than ask at once, the last among them; a server that says nothing else is one that
+    does not answer.
+    """
+    with serving(Served()) as served:
+        run = Run(chat, tmp_path, served.url)
+        poison = {tuple(prompt.ids_T.tolist()) for prompt in run.prompts[NUM_ROWS // 2 :]}
+        served.answer = lambda body: {"choices": []} if tuple(body["prompt"]) in poison else completion(body)
+        assert run.write(is_leaving_out=True) == {"rows": NUM_ROWS, "failed": NUM_ROWS - NUM_ROWS // 2}
+        run.path.unlink()
+        served.answer = lambda body: {"choices": []}
+        with pytest.raises(EndpointError, match=r"no endpoint answers|unusable answers"):
+            run.write(is_leaving_out=True)
+
+
 def one(chat: ChatFormat, tmp_path: Path, choice: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """The row that this choice makes; raises EndpointError where it is of no use."""
     with serving(Served(lambda body: {"choices": [choice]})) as served:

@@ -56,15 +56,23 @@ def test_every_row_is_taken_without_weights(code: str, chat: str, tmp_path: Path
     assert lines(tmp_path / "out" / HELD_OUT_FILE) == []
 
 
-@pytest.mark.parametrize(("num_rows", "taken"), [(None, [300, 300]), (200, [100, 100]), (800, [300, 400])])
+@pytest.mark.parametrize(("num_rows", "taken"), [(None, [300, 300]), (200, [100, 100]), (333, [166, 167])])
 def test_weights_are_shares_of_the_rows(
     num_rows: int | None, taken: list[int], code: str, chat: str, tmp_path: Path
 ) -> None:
-    """As many as the scarcest source allows, or as asked; what a source lacks stays away."""
+    """As many as the scarcest source allows, or as asked."""
     sources = ({"path": code, "weight": 2}, {"path": chat, "weight": 2})
     report = mix(mixture_of(*sources, num_rows=num_rows), tmp_path / "out", ())
     assert [source.taken for source in report.sources] == taken
     assert [source.left for source in report.sources] == [300 - taken[0], 900 - taken[1]]
+
+
+def test_more_rows_than_the_weights_allow_are_refused(code: str, chat: str, tmp_path: Path) -> None:
+    sources = ({"path": code, "weight": 3}, {"path": chat, "weight": 1})
+    with pytest.raises(PromptError, match="give 400 rows in these proportions, 401 were asked for"):
+        mix(mixture_of(*sources, num_rows=401), tmp_path / "out", ())
+    report = mix(mixture_of(*sources, num_rows=400), tmp_path / "out", ())
+    assert [source.taken for source in report.sources] == [300, 100]
 
 
 def test_any_first_part_has_the_proportions_of_all(code: str, chat: str, tmp_path: Path) -> None:
@@ -83,7 +91,7 @@ def test_what_is_left_out_is_counted_by_its_reason(tmp_path: Path) -> None:
         {"prompt": first.upper()},
         {"prompt": second},
         {"prompt": near},
-        {"prompt": task + "?"},
+        {"prompt": "  " + task.upper()},
         {"wrong": 1},
         {"prompt": "short"},
         {"prompt": first + second},
@@ -141,8 +149,10 @@ def test_a_mixture_is_made_once(code: str, tmp_path: Path) -> None:
     assert (folder / TRAIN_FILE).read_text() == "mine"
     with pytest.raises(ConfigError, match="holds another mixture"):
         mix(mixture_of({"path": code}, seed=3), folder, ())
+    with pytest.raises(ConfigError, match="its files have changed"):
+        mix(mixture, folder, [Conversation("task", 1, text="one more")])
     write_rows(Path(code), [{"prompt": "more"}])
-    with pytest.raises(ConfigError, match="its sources have changed"):
+    with pytest.raises(ConfigError, match="its files have changed"):
         mix(mixture, folder, ())
     (folder / REPORT_FILE).write_text("{}")
     with pytest.raises(ConfigError, match=r"mixture.json: .* delete its folder"):
@@ -180,7 +190,8 @@ mix(load_mixture(place / "mixture.yaml"), place / "out", (), lambda: time.sleep(
         ("sources: [{path: a, weight: 1}, {path: b}]", "either every source has a weight or none"),
         ("sources: [{path: a, wieght: 1}]", "wieght"),
         ("sources: [{path: a}]\nnear_similarity: 1.5", "near_similarity"),
-        ("sources: {path", "not YAML"),
+        ("sources: {path", "not valid YAML"),
+        ("sources: [{path: a, path: b}]", "path"),
         ("[1]", "mixture.yaml"),
     ],
 )

@@ -38,7 +38,7 @@ def contender_names(listed: str | None) -> tuple[str, ...]:
             raise ConfigError(f"--baselines: {name!r} is the draft's own name; write ./{name} for that folder")
         if not (KNOWN.fullmatch(name) or (Path(name) / "config.json").is_file()):
             raise ConfigError(
-                f"--baselines: {name!r} is not known; expected some of {FORMS}, N from 1, P between 0 and 1"
+                f"--baselines: {name!r} is not known; expected some of {FORMS}, N from 1, P a decimal between 0 and 1"
             )
     return tuple(sorted(names, key=lambda name: name != PLAIN))
 

@@ -57,7 +57,7 @@ def report(
 def _with_training(evaluation: Evaluation) -> Evaluation:
     """With the log of the draft's training, where it lies beside the draft."""
     path = Path(str(evaluation.report.draft["name"])).parent / METRICS
-    lines = path.read_bytes().splitlines() if path.is_file() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []  # whole ones: a killed run may leave a part
     try:
         return replace(evaluation, training=list(map(TypeAdapter(Row).validate_json, lines)))
     except ValidationError as error:

@@ -20,12 +20,13 @@ def add_norm(
 
 def partial_sum(parts_TKD: Tensor, weights_TK: Tensor | None) -> Tensor:
     """The weighted sum of the parts in float32 or higher: what ranks exchange, and sum in the order of the ranks."""
-    wide_TKD = parts_TKD.to(torch.promote_types(parts_TKD.dtype, torch.float32))
-    if weights_TK is not None:
-        wide_TKD = wide_TKD * weights_TK.unsqueeze(-1)
-    total_TD = wide_TKD[:, 0]
-    for part_TD in wide_TKD.unbind(1)[1:]:
-        total_TD = total_TD + part_TD
+    wide, total_TD = torch.promote_types(parts_TKD.dtype, torch.float32), None
+    for place, part_TD in enumerate(parts_TKD.unbind(1)):  # one after the other: all at once take twice their memory
+        part_TD = part_TD.to(wide)
+        if weights_TK is not None:
+            part_TD = part_TD * weights_TK[:, place, None]
+        total_TD = part_TD if total_TD is None else total_TD + part_TD
+    assert total_TD is not None
     return total_TD
 
 

@@ -75,7 +75,7 @@ class NoDrafter:
         return Drafts(self._logits_0V, None)
 
     def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
-        """Nor here."""
+        """Nor is there here."""
 
 
 def gumbel_noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None, like: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Devices(Processes):
     def __init__(self, store: Store, rank: int, world_size: int, limit_seconds: float) -> None:
         super().__init__(store, rank, world_size, limit_seconds)
         self._exchanges: dict[int, exchange.Exchange] = {}
-        self._open_R2ND: dict[int, list[Tensor]] = {}
+        self._laid_open: dict[int, list[Tensor]] = {}
         self._turn, self._kept = 0, list[object]()
 
     def reserve(self, width: int) -> None:
@@ -44,7 +44,7 @@ class Devices(Processes):
                 torch.zeros(MAX_TOKENS, dtype=torch.int32, pin_memory=is_gpu),
                 self.limit_seconds,
             )
-            self._open_R2ND[width] = [memory[num_slots:].view(2, LONG_ROWS, width) for memory in every]
+            self._laid_open[width] = [memory[num_slots:].view(2, LONG_ROWS, width) for memory in every]
             if is_gpu:
                 torch.cuda.synchronize(device)
         super().reserve(width)
@@ -87,7 +87,7 @@ class Devices(Processes):
     ) -> tuple[Tensor, Tensor]:
         self._turn = 1 - self._turn
         num_rows, width = residual_TD.shape
-        every = [memory_2ND[self._turn, :num_rows] for memory_2ND in self._open_R2ND[width]]
+        every = [memory_2ND[self._turn, :num_rows] for memory_2ND in self._laid_open[width]]
         every[self.rank].copy_(partial_sum(parts_TKD, weights_TK))
         self.gather(torch.zeros(1, dtype=torch.int32, device=residual_TD.device))
         return residual.add_norm(torch.stack(every, 1), None, residual_TD, norm_weight_D, eps)

@@ -47,7 +47,6 @@ def read_packed(
     check_ids(torch.cat([ids_T.flatten() for ids_T in ids] or [torch.zeros(0, dtype=torch.int64)]), config.vocab_size)
     _check_memory(weights, sum(lengths), len(target_layer_ids), start)
     rows = _lay_out(config, lengths, start, weights.dtype, device)
-    dtype = _summed_dtype(weights.dtype, ranks)
     residual_ND = weights.embedding_VD[onto(device, torch.cat(list(ids)))]
     norms = [layer.input_norm_D for layer in weights.layers[1:]] + [weights.norm_D]
     taps: dict[int, torch.Tensor] = {}
@@ -63,7 +62,7 @@ def read_packed(
         else:
             kept_JC = None if buffers is None else buffers.rows_MJC[index - num_linear]
             partial_ND = latent_attention(x_ND, layer.latent, rows, kept_JC)
-        residual_ND, x_ND = ranks.add_norm(partial_ND.to(dtype)[:, None], None, residual_ND, layer.post_norm_D, eps)
+        residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, layer.post_norm_D, eps)
         parts = zip(torch.split(x_ND, PIECE_TOKENS), torch.split(residual_ND, PIECE_TOKENS), strict=True)
         pieces = [ranks.add_norm(*feed(x, layer, config), stream, next_norm_D, eps) for x, stream in parts]
         residual_ND, x_ND = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*pieces, strict=True))
@@ -97,7 +96,7 @@ def read_mtp(
     joined_NC = torch.cat((embedded_ND, functional.rms_norm(hidden_ND, shape, weights.hnorm_D, eps)), 1)
     residual_ND = functional.linear(joined_NC, weights.eh_DC)
     x_ND = functional.rms_norm(residual_ND, shape, layer.input_norm_D, eps)
-    partial_ND = latent_attention(x_ND, layer.latent, rows, rows_JC).to(_summed_dtype(hidden_ND.dtype, ranks))
+    partial_ND = latent_attention(x_ND, layer.latent, rows, rows_JC)
     residual_ND, x_ND = ranks.add_norm(partial_ND[:, None], None, residual_ND, layer.post_norm_D, eps)
     return ranks.add_norm(*feed(x_ND, layer, config), residual_ND, weights.norm_D, eps)[1]
 
@@ -110,11 +109,6 @@ def _lay_out(
     wide = torch.promote_types(dtype, torch.float32)
     angles = rotary_angles(positions_N, config.qk_rope_head_dim, config.rope_theta, wide)
     return Rows(*chunks, angles, start, config)
-
-
-def _summed_dtype(dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
-    """Of the attention's partial sums, which are rounded once they are whole."""
-    return torch.promote_types(dtype, torch.float32) if ranks.world_size > 1 else dtype
 
 
 def _linear_memory(

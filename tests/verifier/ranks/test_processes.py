@@ -45,7 +45,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, alone: dict[torch.dtype, di
         ranking.assert_alike(ranks)
         ranking.assert_same_text(ranks[0], alone[dtype], {torch.float32: 2e-5, torch.bfloat16: 0.15}[dtype])
     ranking.assert_near(ranking.read_everything(tmp_path, torch.float32, 2)[0], alone[torch.float32], 1e-5)
-    ranking.assert_round_no_worse(ranks[0], alone[torch.bfloat16], alone[torch.float32])
+    ranking.assert_round_no_worse(ranks[0], alone[torch.bfloat16], alone[torch.float32], 0.04)
 
 
 def test_four_ranks_say_what_one_says(tmp_path: Path, alone: dict[torch.dtype, dict[str, torch.Tensor]]) -> None:
