@@ -12,6 +12,12 @@ def write(folder: Path, content: str) -> None:
         (new / "file").write_text(content)
 
 
+def fail(folder: Path) -> None:
+    with whole_folder(folder) as new:
+        (new / "file").write_text("half")
+        raise OSError("the disk is full")
+
+
 def test_a_folder_takes_the_former_one_s_place_and_nothing_else_is_left(tmp_path: Path) -> None:
     for content in ("first", "second"):
         write(tmp_path / "draft", content)
@@ -21,9 +27,8 @@ def test_a_folder_takes_the_former_one_s_place_and_nothing_else_is_left(tmp_path
 
 def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     write(tmp_path / "draft", "first")
-    with pytest.raises(OSError, match="full"), whole_folder(tmp_path / "draft") as new:
-        (new / "file").write_text("half")
-        raise OSError("the disk is full")
+    with pytest.raises(OSError, match="full"):
+        fail(tmp_path / "draft")
     assert (tmp_path / "draft" / "file").read_text() == "first"
 
 
@@ -31,6 +36,6 @@ def test_a_kill_between_the_two_names_loses_nothing(tmp_path: Path) -> None:
     write(tmp_path / "draft", "first")
     (tmp_path / "draft").rename(tmp_path / ".draft.former")
     (tmp_path / ".draft.partial").mkdir()
-    with pytest.raises(OSError, match="full"), whole_folder(tmp_path / "draft"):
-        raise OSError("the disk is full")
+    with pytest.raises(OSError, match="full"):
+        fail(tmp_path / "draft")
     assert (tmp_path / "draft" / "file").read_text() == "first"
