@@ -34,7 +34,7 @@ def prompt_sources(run: RunConfig) -> tuple[str, ...]:
     Raises: ConfigError for a mixture beside other sources; as ``load_mixture``, ``mix`` and ``load_task``.
     """
     sources = run.data.sources
-    if not any(Path(source).suffix == ".yaml" for source in sources):
+    if not any(Path(source).suffix.lower() in {".yaml", ".yml"} for source in sources):
         return sources
     if len(sources) != 1:
         raise ConfigError(f"{run.name}: data.sources holds a mixture and {len(sources) - 1} more; name them all in it")

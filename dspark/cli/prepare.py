@@ -38,7 +38,9 @@ def prepare(
 ) -> None:
     """Let the target answer data.sources; the responses go to record.folder. Run again to resume.
 
-    With data.endpoints, servers of the target answer; the environment's DSPARK_API_KEY is their key.
+    data.sources may be one YAML file that describes a mixture (dspark/data/mixture.py); its rows are kept in
+    record.folder/prompts. With data.endpoints, servers of the target answer; the environment's DSPARK_API_KEY is their
+    key. A failed try is made again; after 30 failures in a row at every endpoint, some 20 minutes, the run ends.
     """
     run = load_run(config, tuple(overrides or ()))
     folder = locate_target(run.target.path)
@@ -84,6 +86,8 @@ def prepare(
         def on_failure(reason: str) -> None:
             failures.append(reason)
             on_rows(0, 0)
+            if len(failures) == 10 ** (len(str(len(failures))) - 1):  # the first, the tenth, ...
+                Console(stderr=True, soft_wrap=True).print(f"failed try {len(failures)}: {reason}", markup=False)
 
         ask: Ask = in_batches(answer, prompts, header.generation_batch_size)
         if is_served:

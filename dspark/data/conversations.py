@@ -77,6 +77,8 @@ def encode_each(
 def source_rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
     """The rows of a file, or of a split of a hub data set, numbered from 1. Raises: PromptError, see above."""
     is_file = Path(source).suffix in {".jsonl", ".parquet"}
+    if not is_file and Path(source).is_file():
+        raise PromptError(f"{source}: prompts are read from files ending in .jsonl or .parquet; give it that name")
     return read_rows(source) if is_file else enumerate(_hub_rows(source, split), 1)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from dspark.config import (
     NonNegativeInt,
@@ -50,14 +50,19 @@ class Source(Section):
     min_characters: NonNegativeInt = 1
     max_characters: PositiveInt | None = None
     """Of what the user says."""
-    where: dict[str, str | int | bool] = Field(default_factory=dict)
-    """Columns that must hold just this, ``{language: English}``."""
+    where: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Columns that must hold just this, ``{language: English}``; YAML reads ``no`` and ``yes`` as truth values."""
+
+
+def _of_path(source: Any) -> Any:
+    return {"path": source} if isinstance(source, str) else source
 
 
 class Mixture(Section):
     """The description of a mixture, a YAML file."""
 
-    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    sources: tuple[Annotated[Source, BeforeValidator(_of_path)], ...]
+    """A path alone is a source, too."""
     num_rows: PositiveInt | None = None
     """Rows to take in all, refused if the sources do not give them; without it as many as the weights allow."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -68,6 +73,8 @@ class Mixture(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not self.sources:
+            raise ValueError("sources: there must be one at least")
         if len({source.weight is None for source in self.sources}) > 1:
             raise ValueError("sources: either every source has a weight or none has")
         return self
@@ -97,6 +104,8 @@ class MixtureReport(Section):
     """Of files; of a hub data set 0."""
     apart_sha256: str
     """Over the prompts of ``mixture.apart_from``."""
+    written_bytes: tuple[int, int]
+    """Of train.jsonl and held_out.jsonl."""
     sources: tuple[SourceCounts, ...]
 
 
@@ -144,10 +153,10 @@ def mix(
         kinds |= {"left": (found_N < 0) & (fate_N == LEFT), "held_out": fate_N == HELD_OUT, "taken": fate_N == TAKEN}
         count.update({name: int(is_kind_N.sum()) for name, is_kind_N in kinds.items()})
     if not any(count["taken"] for count in counts):
-        raise PromptError(f"{folder}: no row is left of {sum(count['read'] for count in counts)}; see its filters")
+        raise PromptError(f"no row is left: {_tell(mixture, counts)}; a weight of a source without rows leaves none")
     _write(mixture, folder, fates, on_row)
     rows = tuple({"path": source.path, **count} for source, count in zip(mixture.sources, counts, strict=True))
-    report = MixtureReport.model_validate(origin | {"sources": rows})
+    report = MixtureReport.model_validate(origin | {"sources": rows, "written_bytes": _written(folder)})
     write_whole(report_path, report.model_dump_json(indent=1))
     return report
 
@@ -205,7 +214,8 @@ def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray
     shares_S = weights_S / max(weights_S.sum(), 1e-300)
     most = min((int(size / share + 1e-6) for size, share in zip(sizes_S, shares_S, strict=True) if share), default=0)
     if (mixture.num_rows or 0) > most:
-        given = f"the sources give {most} rows in these proportions"
+        have = ", ".join(f"{size} of {s.path}" for s, size in zip(mixture.sources, sizes_S, strict=True))
+        given = f"the sources ({have}) give {most} rows in these proportions"
         raise PromptError(f"num_rows: {given}, {mixture.num_rows} were asked for; ask for less, or change the weights")
     places_S = np.rint(np.cumsum(shares_S) * (mixture.num_rows or most)).astype(np.int64)
     wanted_S = np.minimum(np.diff(places_S, prepend=0), sizes_S)
@@ -257,6 +267,19 @@ def _line(conversation: Conversation) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
+def _written(folder: Path) -> tuple[int, int]:
+    return _size(folder / TRAIN_FILE), _size(folder / HELD_OUT_FILE)
+
+
+def _tell(mixture: Mixture, counts: Sequence[Counter[str]]) -> str:
+    """What became of the rows of every source, in a line."""
+    told = []
+    for source, count in zip(mixture.sources, counts, strict=True):
+        lost = ", ".join(f"{number} {name}" for name, number in count.items() if name != "read" and number)
+        told.append(f"{source.path}: {count['read']} read{', ' if lost else ''}{lost}")
+    return "; ".join(told)
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
@@ -266,6 +289,7 @@ def _read_report(path: Path, origin: dict[str, Any]) -> MixtureReport:
         found = MixtureReport.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise ConfigError(f"{path}: {describe_validation(error)}; delete its folder to mix again") from error
-    if {name: getattr(found, name) for name in origin} != origin:
-        raise ConfigError(f"{path.parent}: holds another mixture, or its files have changed; delete it to mix again")
+    if {name: getattr(found, name) for name in origin} != origin or found.written_bytes != _written(path.parent):
+        hint = "give another record.folder, or delete it and the responses made from it"
+        raise ConfigError(f"{path.parent}: holds another mixture, or files have changed since; {hint}")
     return found

@@ -28,7 +28,7 @@ def write_rows(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def mixture_of(*sources: dict[str, Any], **fields: Any) -> Mixture:
+def mixture_of(*sources: dict[str, Any] | str, **fields: Any) -> Mixture:
     return Mixture.model_validate({"sources": sources, **fields})
 
 
@@ -47,7 +47,7 @@ def chat(tmp_path: Path) -> str:
 
 
 def test_every_row_is_taken_without_weights(code: str, chat: str, tmp_path: Path) -> None:
-    report = mix(mixture_of({"path": code}, {"path": chat}), tmp_path / "out", ())
+    report = mix(mixture_of({"path": code}, chat), tmp_path / "out", ())
     assert [(source.read, source.taken) for source in report.sources] == [(300, 300), (900, 900)]
     assert {(row["source"], row["index"]) for row in lines(tmp_path / "out" / TRAIN_FILE)} == {
         *((code, index) for index in range(1, 301)),
@@ -69,7 +69,7 @@ def test_weights_are_shares_of_the_rows(
 
 def test_more_rows_than_the_weights_allow_are_refused(code: str, chat: str, tmp_path: Path) -> None:
     sources = ({"path": code, "weight": 3}, {"path": chat, "weight": 1})
-    with pytest.raises(PromptError, match="give 400 rows in these proportions, 401 were asked for"):
+    with pytest.raises(PromptError, match=r"300 of .*900 of .* give 400 rows in these proportions, 401 were asked"):
         mix(mixture_of(*sources, num_rows=401), tmp_path / "out", ())
     report = mix(mixture_of(*sources, num_rows=400), tmp_path / "out", ())
     assert [source.taken for source in report.sources] == [300, 100]
@@ -144,16 +144,22 @@ def test_the_seed_alone_decides(code: str, chat: str, tmp_path: Path) -> None:
 def test_a_mixture_is_made_once(code: str, tmp_path: Path) -> None:
     mixture, folder = mixture_of({"path": code}), tmp_path / "out"
     report = mix(mixture, folder, ())
-    (folder / TRAIN_FILE).write_text("mine")
+    written = (folder / TRAIN_FILE).stat().st_mtime_ns
     assert mix(mixture, folder, ()) == report
-    assert (folder / TRAIN_FILE).read_text() == "mine"
+    assert (folder / TRAIN_FILE).stat().st_mtime_ns == written
     with pytest.raises(ConfigError, match="holds another mixture"):
         mix(mixture_of({"path": code}, seed=3), folder, ())
-    with pytest.raises(ConfigError, match="its files have changed"):
+    with pytest.raises(ConfigError, match="files have changed since"):
         mix(mixture, folder, [Conversation("task", 1, text="one more")])
     write_rows(Path(code), [{"prompt": "more"}])
-    with pytest.raises(ConfigError, match="its files have changed"):
+    with pytest.raises(ConfigError, match="files have changed since"):
         mix(mixture, folder, ())
+    write_rows(Path(code), lines(folder / TRAIN_FILE))
+    (tmp_path / "other").mkdir()
+    report = mix(mixture, tmp_path / "other", ())
+    (tmp_path / "other" / TRAIN_FILE).unlink()
+    with pytest.raises(ConfigError, match="delete it and the responses made from it"):
+        mix(mixture, tmp_path / "other", ())
     (folder / REPORT_FILE).write_text("{}")
     with pytest.raises(ConfigError, match=r"mixture.json: .* delete its folder"):
         mix(mixture, folder, ())
@@ -185,10 +191,10 @@ mix(load_mixture(place / "mixture.yaml"), place / "out", (), lambda: time.sleep(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("sources: []", "sources"),
+        ("sources: []", "there must be one at least"),
         ("sources: [{path: a, weight: 0}]", "weight"),
         ("sources: [{path: a, weight: 1}, {path: b}]", "either every source has a weight or none"),
-        ("sources: [{path: a, wieght: 1}]", "wieght"),
+        ("sources: [{path: a, wieght: 1}]", "sources.0.wieght is not a known key; remove it or mend its spelling$"),
         ("sources: [{path: a}]\nnear_similarity: 1.5", "near_similarity"),
         ("sources: {path", "not valid YAML"),
         ("sources: [{path: a, path: b}]", "path"),
@@ -203,7 +209,7 @@ def test_a_wrong_description_is_one_line(content: str, message: str, tmp_path: P
 
 
 def test_nothing_left_and_no_source_are_errors(code: str, tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="no row is left of 300"):
+    with pytest.raises(PromptError, match=r"no row is left: .*code.jsonl: 300 read, 300 filtered"):
         mix(mixture_of({"path": code, "min_characters": 10**6}), tmp_path / "out", ())
     with pytest.raises(PromptError, match="no such file"):
         mix(mixture_of({"path": str(tmp_path / "none.jsonl")}), tmp_path / "out", ())
