@@ -81,13 +81,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-def respond(handler: BaseHTTPRequestHandler, content: bytes, status: int = 200, **headers: str) -> None:
-    """A whole response."""
+def announce(handler: BaseHTTPRequestHandler, content: bytes, status: int = 200, **headers: str) -> None:
+    """The head of a response with this body."""
     handler.send_response(status)
     for name, value in headers.items():
         handler.send_header(name.replace("_", "-"), value)
     handler.send_header("Content-Length", str(len(content)))
     handler.end_headers()
+
+
+def respond(handler: BaseHTTPRequestHandler, content: bytes, status: int = 200, **headers: str) -> None:
+    """A whole response."""
+    announce(handler, content, status, **headers)
     handler.wfile.write(content)
 
 
@@ -109,9 +114,7 @@ def hang(handler: BaseHTTPRequestHandler, _: bytes) -> None:
 
 def drip(handler: BaseHTTPRequestHandler, content: bytes) -> None:
     """A body that begins and never ends."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", str(len(content)))
-    handler.end_headers()
+    announce(handler, content)
     for byte in content[:12]:
         handler.wfile.write(bytes([byte]))
         time.sleep(0.1)
@@ -120,9 +123,7 @@ def drip(handler: BaseHTTPRequestHandler, content: bytes) -> None:
 
 def break_off(handler: BaseHTTPRequestHandler, content: bytes) -> None:
     """The connection closes in the middle of the body."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", str(len(content)))
-    handler.end_headers()
+    announce(handler, content)
     handler.wfile.write(content[: len(content) // 2])
     handler.wfile.flush()
     handler.connection.shutdown(socket.SHUT_RDWR)

@@ -16,17 +16,6 @@ from dspark.eval.tasks import load_task
 from dspark.files import claim
 
 FOLDER = "prompts"
-FATES = {
-    "read": "read",
-    "unusable": "without a prompt",
-    "filtered": "filtered out",
-    "of_tasks": "in a task",
-    "repeated": "there before",
-    "near": "nearly the same",
-    "left": "not drawn",
-    "held_out": "held out",
-    "taken": "taken",
-}
 
 
 def prompt_sources(run: RunConfig) -> tuple[str, ...]:
@@ -47,9 +36,10 @@ def prompt_sources(run: RunConfig) -> tuple[str, ...]:
 
 
 def _table(report: MixtureReport) -> Table:
-    table = Table("rows", box=SIMPLE)
-    for source in report.sources:
-        table.add_column(Text(source.path), overflow="fold")
-    for field, words in FATES.items():
-        table.add_row(words, *(str(getattr(source, field)) for source in report.sources))
+    table = Table(box=SIMPLE)
+    columns = [source.rows() for source in report.sources]
+    for heading in (columns[0][0][0], *(rows[0][1] for rows in columns)):
+        table.add_column(Text(heading), overflow="fold")
+    for same in list(zip(*columns, strict=True))[1:]:
+        table.add_row(same[0][0], *(number for _, number in same))
     return table

@@ -81,18 +81,22 @@ class Mixture(Section):
 
 
 class SourceCounts(Section):
-    """What became of the rows of one source."""
+    """What became of the rows of one source; the titles are what tables call it."""
 
-    path: str
-    read: int = 0
-    unusable: int = 0
-    filtered: int = 0
-    of_tasks: int = 0
-    repeated: int = 0
-    near: int = 0
-    left: int = 0
-    held_out: int = 0
-    taken: int = 0
+    path: str = Field(title="rows")
+    read: int = Field(0, title="read")
+    unusable: int = Field(0, title="without a prompt")
+    filtered: int = Field(0, title="filtered out")
+    of_tasks: int = Field(0, title="in a task")
+    repeated: int = Field(0, title="there before")
+    near: int = Field(0, title="nearly the same")
+    left: int = Field(0, title="not drawn")
+    held_out: int = Field(0, title="held out")
+    taken: int = Field(0, title="taken")
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Every title with its value as text, the path first."""
+        return [(str(field.title), str(getattr(self, name))) for name, field in type(self).model_fields.items()]
 
 
 class MixtureReport(Section):
@@ -152,11 +156,13 @@ def mix(
         kinds = {"of_tasks": is_of_task_N, "repeated": is_old_N & ~is_nearly_N, "near": is_old_N & is_nearly_N}
         kinds |= {"left": (found_N < 0) & (fate_N == LEFT), "held_out": fate_N == HELD_OUT, "taken": fate_N == TAKEN}
         count.update({name: int(is_kind_N.sum()) for name, is_kind_N in kinds.items()})
-    if not any(count["taken"] for count in counts):
-        raise PromptError(f"no row is left: {_tell(mixture, counts)}; a weight of a source without rows leaves none")
+    named = [{"path": source.path, **count} for source, count in zip(mixture.sources, counts, strict=True)]
+    sources = [SourceCounts.model_validate(count) for count in named]
+    if not any(source.taken for source in sources):
+        told = "; ".join(_tell(source) for source in sources)
+        raise PromptError(f"no row is left: {told}; a weight of a source without rows leaves none")
     _write(mixture, folder, fates, on_row)
-    rows = tuple({"path": source.path, **count} for source, count in zip(mixture.sources, counts, strict=True))
-    report = MixtureReport.model_validate(origin | {"sources": rows, "written_bytes": _written(folder)})
+    report = MixtureReport.model_validate(origin | {"sources": sources, "written_bytes": _written(folder)})
     write_whole(report_path, report.model_dump_json(indent=1))
     return report
 
@@ -271,13 +277,9 @@ def _written(folder: Path) -> tuple[int, int]:
     return _size(folder / TRAIN_FILE), _size(folder / HELD_OUT_FILE)
 
 
-def _tell(mixture: Mixture, counts: Sequence[Counter[str]]) -> str:
-    """What became of the rows of every source, in a line."""
-    told = []
-    for source, count in zip(mixture.sources, counts, strict=True):
-        lost = ", ".join(f"{number} {name}" for name, number in count.items() if name != "read" and number)
-        told.append(f"{source.path}: {count['read']} read{', ' if lost else ''}{lost}")
-    return "; ".join(told)
+def _tell(source: SourceCounts) -> str:
+    """What became of a source's rows, in a line."""
+    return f"{source.path}: " + ", ".join(f"{number} {title}" for title, number in source.rows()[1:] if number != "0")
 
 
 def _size(path: Path) -> int:

@@ -261,12 +261,8 @@ def _linear(make: _Maker, layers: Sequence[int]) -> LinearWeights:
 
 
 def _latent(make: _Maker, prefix: str) -> LatentWeights:
-    config, width, latent, rank = (
-        make.config,
-        make.config.hidden_size,
-        make.config.kv_lora_rank,
-        make.config.q_lora_rank,
-    )
+    config = make.config
+    width, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     heads, nope, value = make.shard.part(config.num_attention_heads), config.qk_nope_head_dim, config.v_head_dim
     queries, first = heads * config.qk_head_dim, "q_proj" if rank is None else "q_a_proj"
     names = (f"{prefix}{name}.weight" for name in (first, "kv_a_proj_with_mqa", "g_proj"))

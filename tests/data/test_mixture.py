@@ -209,7 +209,7 @@ def test_a_wrong_description_is_one_line(content: str, message: str, tmp_path: P
 
 
 def test_nothing_left_and_no_source_are_errors(code: str, tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match=r"no row is left: .*code.jsonl: 300 read, 300 filtered"):
+    with pytest.raises(PromptError, match=r"no row is left: .*code.jsonl: 300 read, 300 filtered out"):
         mix(mixture_of({"path": code, "min_characters": 10**6}), tmp_path / "out", ())
     with pytest.raises(PromptError, match="no such file"):
         mix(mixture_of({"path": str(tmp_path / "none.jsonl")}), tmp_path / "out", ())

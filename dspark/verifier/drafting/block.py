@@ -1,5 +1,6 @@
 """A DSpark draft on a rank: context rows for what was committed, one pass over the block, then slot by slot."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,29 +61,17 @@ class BlockDrafter:
         self._state_1R = torch.zeros(1, config.markov_rank, dtype=dtype, device=device)
 
     def begin(self, next_ids_N: Tensor, output: TargetOutput) -> None:
-        """See ``Drafter``: as ``update``, with products of torch, which read the weights once for many rows."""
-        weights, eps, start_1 = self.weights, self.weights.config.rms_norm_eps, self._ids_K.new_zeros(1)
+        """See ``Drafter``: as ``update``, with products that read the weights once for many rows."""
+        start_1 = self._ids_K.new_zeros(1)
         for taps_NLD in torch.split(output.taps_NLD, PIECE_TOKENS):
-            parts_N1D = functional.linear(self._own_taps(taps_NLD), weights.fc_DC)[:, None]
-            zeros_ND = parts_N1D.new_zeros(len(taps_NLD), self.verifier.hidden_size)
-            inputs = (parts_N1D, None, zeros_ND, weights.hidden_norm_D, eps)
-            rows_NC = functional.linear(self.verifier.ranks.add_norm(*inputs)[1], weights.context_CD)
-            for layer, layer_rows_NC in enumerate(rows_NC.chunk(len(weights.layers), 1)):
-                self._write(layer, layer_rows_NC, start_1, 0, call)
+            zeros_ND = self._zeros_TD.new_zeros(len(taps_NLD), self.verifier.hidden_size)
+            self._take_in(taps_NLD, start_1, zeros_ND, _project_many, call)
             start_1 += len(taps_NLD)
 
     def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
         """See ``Drafter``: the tapped layers become keys and values of every layer."""
-        verifier, weights, counters = self.verifier, self.weights, self.verifier.buffers.counters
-        run = named("Context", call, is_chained=verifier.is_chained)
-        taps_TC, eps = self._own_taps(window.taps_TLD), weights.config.rms_norm_eps
-        parts_T1D = run("fc", projection.project, taps_TC, weights.fc_DC, counters)[:, None]
-        zeros_TD = self._zeros_TD[: len(parts_T1D)]
-        inputs = (parts_T1D, None, zeros_TD, weights.hidden_norm_D, eps)
-        _, context_TD = run("sum and norm", verifier.ranks.add_norm, *inputs)
-        rows_TC = run("keys and values", projection.project, context_TD, weights.context_CD, counters)
-        for layer, layer_rows_TC in enumerate(rows_TC.chunk(len(weights.layers), 1)):
-            self._write(layer, layer_rows_TC, start_1, 0, run)
+        run = named("Context", call, is_chained=self.verifier.is_chained)
+        self._take_in(window.taps_TLD, start_1, self._zeros_TD[: len(window.taps_TLD)], projection.project, run)
 
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
         verifier, run = self.verifier, named("Draft", call, is_chained=self.verifier.is_chained)
@@ -100,9 +89,18 @@ class BlockDrafter:
             return Drafts(None, confidence_K)
         return Drafts(gather_logits(verifier, logits_KV, run), confidence_K)
 
-    def _own_taps(self, taps_TLD: Tensor) -> Tensor:
-        width = self.weights.fc_DC.shape[1]
-        return taps_TLD.flatten(1)[:, self.weights.shard.rank * width :][:, :width]
+    def _take_in(
+        self, taps_TLD: Tensor, start_1: Tensor, zeros_TD: Tensor, project: Callable[..., Tensor], run: Caller
+    ) -> None:
+        verifier, weights, counters = self.verifier, self.weights, self.verifier.buffers.counters
+        width, eps = weights.fc_DC.shape[1], weights.config.rms_norm_eps
+        taps_TC = taps_TLD.flatten(1)[:, weights.shard.rank * width :][:, :width]
+        parts_T1D = run("fc", project, taps_TC, weights.fc_DC, counters)[:, None]
+        inputs = (parts_T1D, None, zeros_TD, weights.hidden_norm_D, eps)
+        _, context_TD = run("sum and norm", verifier.ranks.add_norm, *inputs)
+        rows_TC = run("keys and values", project, context_TD, weights.context_CD, counters)
+        for layer, layer_rows_TC in enumerate(rows_TC.chunk(len(weights.layers), 1)):
+            self._write(layer, layer_rows_TC, start_1, 0, run)
 
     def _write(self, layer: int, rows_TC: Tensor, start_1: Tensor, num_heads: int, run: Caller) -> Tensor:
         weights, memory = self.weights.layers[layer], (self.keys_LHJE[layer], self.values_LHJE[layer])
@@ -152,3 +150,8 @@ class BlockDrafter:
             inputs = (logits_V, mixed_NR, row_1, mix.markov_w2.weight, first_id, counters)
             ids.append(best_id(verifier, run("Markov step", markov.step, *inputs, **options[slot]), run))
         return ids[1:]
+
+
+def _project_many(x_ND: Tensor, weight_CD: Tensor, counters: Tensor) -> Tensor:
+    """``projection.project`` of any number of rows."""
+    return functional.linear(x_ND, weight_CD)
