@@ -53,7 +53,7 @@ def check_shards(
             fault = f"its states are not those of the target: {error:.2g} of their norm away" if is_far else None
             yield ShardCheck(*known, nats, error, fault)
         except RecordError as error:
-            yield ShardCheck(*known, fault=str(error))
+            yield ShardCheck(*known, fault=str(error).removeprefix(f"{reader.folder / entry.file}: "))
         on_shard()
 
 
