@@ -27,6 +27,7 @@ from dspark.export.draft_config import config_json
 from dspark.files import claim
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
+from dspark.record.ring import Patience, Ring
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
 from dspark.train.batches import plan_windows, share_of, with_feed
 from dspark.train.checkpoint import Progress as TrainingProgress
@@ -65,7 +66,8 @@ def main(
     run = load_run(config, tuple(overrides or ()))
     os.environ.setdefault("WANDB_MODE", "offline")
     accelerator = start_accelerator(run.train, os.environ, parent_command())
-    reader = RecordReader(run.record.folder)
+    patience = Patience(lambda line: print(line, file=sys.stderr)) if run.record.ring_shards else None
+    reader = RecordReader(run.record.folder, patience)
     processes = f"{accelerator.num_processes} x {accelerator.device.type}"
     launch = describe_training(sys.argv, reader.folder / MANIFEST_FILE, processes)
     check_run_folder(run, launch, resume)
@@ -94,6 +96,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
     starts = share.starts(done.sequences_seen, run.train.steps - done.step)
+    is_ring = run.record.ring_shards and is_main
+    ring = Ring(reader.folder, reader.manifest, run.seed, run.record.ring_shards) if is_ring else None
     windows = with_feed(plan_windows(reader, run, share, starts, device), reader, device)
     with progress_bar(run, done.step, is_main) as show, closing(windows):
         show(
@@ -103,9 +107,14 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             + bias_note(reader.manifest, run.objective)
         )
         metrics = PooledMetrics(learner.stopwatch)
+        if ring:
+            ring.check(starts, share.sequences_per_step)
+            ring.move_to(done.sequences_seen)
         for window, feed in windows:
             metrics.add(train_step(learner, window, done.step, feed))
             done = TrainingProgress(done.step + 1, done.sequences_seen + share.sequences_per_step)
+            if ring:
+                ring.move_to(done.sequences_seen)
             is_saved = done.step % run.train.save_every_steps == 0 or done.step == run.train.steps
             is_probed = run.train.probe_every_steps and done.step % run.train.probe_every_steps == 0
             if is_saved or is_probed or done.step % run.train.log_every_steps == 0:
@@ -120,6 +129,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             if is_saved:
                 save(learner, done)
             learner.stopwatch.lap()  # rows and checkpoints are no wait for data
+    if ring:
+        ring.end()
     if run.train.ema_decay:
         use_average(learner.draft, learner.optimizer)
     draft = whole_draft(learner.draft)

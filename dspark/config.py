@@ -97,7 +97,12 @@ class RecordSection(Section):
     folder: Folder
     max_tokens: PositiveInt = 4096
     """Longest sequence; a longer one is refused, never cut in silence."""
-    shard_tokens: PositiveInt = 262_144
+    shard_tokens: PositiveInt = 65_536
+    taps: Literal["target", "float8"] = "target"
+    """How the tapped states are stored: as the target says them, or in half the bytes (``dspark record --measure-fp8``
+    says what that costs)."""
+    ring_shards: NonNegativeInt = 0
+    """Above 0, so many shards are on the disk at a time, and recorders and the trainer run together."""
 
 
 class DraftConfig(Section):

@@ -88,10 +88,12 @@ class Proposal:
 class RecordedSequence:
     """One conversation with what the target said about it, as a record gives it back.
     Shapes: ids_T int64; loss_mask_T bool, true at positions to predict; last_hidden_TD with zeros where nothing is
-    supervised (row t is stored exactly when loss_mask_T[t+1] is true).
+    supervised (row t is stored exactly when loss_mask_T[t+1] is true). taps_TLD are as the target said them, or
+    float8 to be multiplied by tap_scales_TL, float32.
     """
 
     ids_T: torch.Tensor
     loss_mask_T: torch.Tensor
     taps_TLD: torch.Tensor
     last_hidden_TD: torch.Tensor
+    tap_scales_TL: torch.Tensor | None = None

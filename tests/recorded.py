@@ -7,10 +7,12 @@ import torch
 from toy import TableTarget
 
 from dspark.data.chat import Encoded, digest
-from dspark.record.capture import capture
-from dspark.record.format import Manifest
+from dspark.record.capture import capture, take_turns
+from dspark.record.format import Manifest, plan_shards
+from dspark.record.leases import Leases
 from dspark.record.reader import RecordReader
-from dspark.record.writer import open_writer
+from dspark.record.writer import ShardWriter, missing_shards, start_record
+from dspark.types import Target
 
 VOCAB_SIZE, WIDTH, TAPS = 13, 5, (1, 3)
 
@@ -50,13 +52,24 @@ def describe(sequences: list[Encoded], **changes: Any) -> Manifest:
         "is_thinking": False,
         "temperature": 1.0,
         "text_sha256": digest(part for sequence in sequences for part in (sequence.ids_T, sequence.loss_mask_T)),
-        "num_sequences": len(sequences),
-        "num_tokens": sum(len(sequence.ids_T) for sequence in sequences),
-        "num_supervised": sum(sequence.num_supervised for sequence in sequences),
         "shard_tokens": 20,
         "versions": {"torch": "2"},
     }
-    return Manifest(**(values | changes))
+    values |= changes
+    sizes = [len(each.ids_T) for each in sequences], [each.num_supervised for each in sequences]
+    return Manifest(**values, shards=plan_shards(*sizes, values["shard_tokens"]))
+
+
+def record(folder: Path, target: Target[Any], sequences: list[Encoded], /, **changes: Any) -> RecordReader:
+    """Record, or go on with a record."""
+    manifest, leases, heard = describe(sequences, **changes), Leases(folder), list[int]()
+    start_record(folder, manifest)
+    done = sum(manifest.shards[number].num_sequences for number in range(len(manifest.shards))
+               if number not in (missing_shards(folder, manifest) or ()))  # fmt: skip
+    turns = take_turns(lambda: missing_shards(folder, manifest), leases, 0.01)
+    capture(target, sequences, manifest, turns, lambda n: ShardWriter(folder, manifest, n, leases), heard.append)
+    assert done + sum(heard) == len(sequences)
+    return RecordReader(folder)
 
 
 def record_everything(folder: Path, **changes: Any) -> int:
@@ -71,9 +84,7 @@ def record_everything(folder: Path, **changes: Any) -> int:
         return prefill(ids)
 
     target.prefill = counted  # type: ignore[method-assign]
-    heard: list[None] = []
-    capture(target, sequences, open_writer(folder, describe(sequences, **changes)), lambda: heard.append(None))
-    assert len(heard) == len(sequences)
+    record(folder, target, make_sequences(), **changes)
     return num_read
 
 
@@ -83,12 +94,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def assert_head_says_what_was_recorded(reader: RecordReader, head_VD: torch.Tensor) -> None:
-    """The labels' log-probabilities that the head gives on the recorded states are those that stand in the shards."""
-    found, recorded_M = [], [reader.label_logprobs(index) for index in range(len(reader))]
+    """The labels' log-probabilities and the entropies that the head gives on the recorded states stand in the record."""
+    found, recorded = [], []
     for index in range(len(reader)):
-        sequence = reader[index]
-        is_next_T = sequence.loss_mask_T[1:]
-        logprobs_MV = (sequence.last_hidden_TD[:-1][is_next_T].float() @ head_VD.float().T).log_softmax(-1)
-        found.append(logprobs_MV.gather(1, sequence.ids_T[1:][is_next_T][:, None])[:, 0])
-    errors_M = (torch.cat(found) - torch.cat(recorded_M)).abs()
-    assert errors_M.mean() < (0.2 if reader.manifest.dtype == "bfloat16" else 2e-3)
+        fields = reader.fields(index)
+        logprobs_MV = (fields["last_hidden_MD"].float() @ head_VD.float().T).log_softmax(-1)
+        labels_M = fields["ids_T"].long()[1:][fields["loss_mask_T"][1:]]
+        entropies_M = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
+        found.append(torch.stack((logprobs_MV.gather(1, labels_M[:, None])[:, 0], entropies_M)))
+        recorded.append(torch.stack((fields["label_logprobs_M"], fields["entropies_M"])))
+    errors_2M = (torch.cat(found, 1) - torch.cat(recorded, 1)).abs()
+    assert errors_2M.mean() < (0.2 if reader.manifest.dtype == "bfloat16" else 2e-3)

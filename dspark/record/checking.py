@@ -1,8 +1,7 @@
-"""A finished record held against its target again: what every shard holds, and whether the target still says it."""
+"""A finished record: what its shards hold, and whether its target still says it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,73 +9,94 @@ from torch import Tensor
 
 from dspark.data.chat import Encoded
 from dspark.errors import RecordError
-from dspark.record.capture import TOKENS_PER_CALL, label_logprobs
-from dspark.record.format import group_by_tokens
+from dspark.layers.float8 import from_float8, to_float8
+from dspark.record.capture import TOKENS_PER_CALL, judge
+from dspark.record.format import Manifest, group_by_tokens, shard_name
 from dspark.record.reader import RecordReader
 from dspark.types import Target
 
 STATES_TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.float64: 1e-6}
 """How far recorded states may lie from those of now, of their norm: another device or library rounds otherwise."""
+FLOAT8_TOLERANCE = 5e-2
+"""In addition where taps are float8: what rounds otherwise falls on the other side of a coarse step now and then."""
 LOGPROB_TOLERANCE = {torch.bfloat16: 0.2, torch.float32: 2e-3, torch.float64: 2e-3}
-"""How far, in the mean, a label's log-probability may lie from what the head says of the recorded state."""
+"""How far, in the mean, a label's log-probability and the distribution's entropy may lie from what the head says of
+the recorded state."""
 
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """A shard, and what is wrong with it (None: nothing). ``nats`` is the mean negative log-probability of what is to
-    be predicted; ``states_error`` the largest distance of recorded states, taps or last, from those of now, of their
-    norm. Both are those of the sequences that were derived again, None where the shard cannot be read.
+    """A shard, and what is wrong with it (None: nothing). ``nats`` and ``entropy`` are the means, over what is to be
+    predicted, of the negative log-probability and of the distribution's entropy; ``states_error`` is the largest
+    distance of recorded states, taps or last, from those of now, of their norm, in the sequences that were derived
+    again. None where the shard cannot be read, or nothing was derived.
     """
 
-    file: str
-    num_tokens: int
-    num_supervised: int
+    index: int
     nats: float | None = None
+    entropy: float | None = None
     states_error: float | None = None
     fault: str | None = None
 
 
 @torch.no_grad()
 def check_shards(
-    target: Target[Any], sequences: Sequence[Encoded], reader: RecordReader, on_shard: Callable[[], None]
+    reader: RecordReader, on_shard: Callable[[], None], target: Target[Any] | None, sequences: Sequence[Encoded]
 ) -> Iterator[ShardCheck]:
-    """Verify every shard's checksum, its text, and the rows of the first sequences that the target read together."""
-    manifest = reader.manifest
-    starts = accumulate((entry.num_sequences for entry in manifest.shards), initial=0)
-    for start, entry in zip(starts, manifest.shards, strict=False):
-        known = (entry.file, entry.num_tokens, entry.num_supervised)
-        members = sequences[start : start + entry.num_sequences]
-        pack = group_by_tokens([len(sequence.ids_T) for sequence in members], TOKENS_PER_CALL)[0]
+    """Read every sequence, and with it verify its checksum. Where a target is given, hold against it the text and what
+    it said of the first sequences of every shard, which it read together; ``sequences`` are in the record's order.
+    """
+    for index in range(reader.num_shards):
         try:
-            nats, error = _derive(target, members[: pack.stop], reader, start)
-            is_far = not error <= STATES_TOLERANCE[manifest.torch_dtype]
+            logprobs, entropies = zip(*(_scores(reader.fields(place)) for place in reader.members(index)), strict=True)
+            means = -float(torch.cat(logprobs).mean()), float(torch.cat(entropies).mean())
+            error = _derive(target, sequences, reader, index) if target else None
+            is_far = error is not None and not error <= tolerance(reader.manifest)
             fault = f"its states are not those of the target: {error:.2g} of their norm away" if is_far else None
-            yield ShardCheck(*known, nats, error, fault)
+            yield ShardCheck(index, *means, error, fault)
         except RecordError as error:
-            yield ShardCheck(*known, fault=str(error).removeprefix(f"{reader.folder / entry.file}: "))
+            yield ShardCheck(index, fault=str(error).removeprefix(f"{reader.folder / shard_name(index)}: "))
         on_shard()
 
 
-def _derive(target: Target[Any], sequences: Sequence[Encoded], reader: RecordReader, start: int) -> tuple[float, float]:
-    """Nats and states_error of sequences that are read together. Raises: RecordError for another text, a damaged shard,
-    or log-probabilities that the recorded states do not give.
+def tolerance(manifest: Manifest) -> float:
+    """How far recorded states may lie from those of now, of their norm."""
+    return STATES_TOLERANCE[manifest.torch_dtype] + (FLOAT8_TOLERANCE if manifest.taps == "float8" else 0)
+
+
+def _scores(fields: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return fields["label_logprobs_M"], fields["entropies_M"]
+
+
+def _derive(target: Target[Any], sequences: Sequence[Encoded], reader: RecordReader, index: int) -> float:
+    """states_error of a shard's first sequences. Raises: RecordError for another text, or log-probabilities and
+    entropies that the recorded states do not give.
     """
-    recorded = [reader[start + row] for row in range(len(sequences))]
-    for sequence, found in zip(sequences, recorded, strict=True):
-        if not (torch.equal(sequence.ids_T, found.ids_T) and torch.equal(sequence.loss_mask_T, found.loss_mask_T)):
+    places = reader.members(index)
+    lengths = [len(sequences[place].ids_T) for place in places]
+    pack = [places[row] for row in group_by_tokens(lengths, TOKENS_PER_CALL)[0]]
+    members, found = [sequences[place] for place in pack], [reader.fields(place) for place in pack]
+    for sequence, fields in zip(members, found, strict=True):
+        same = (
+            torch.equal(sequence.ids_T.int(), fields["ids_T"]),
+            torch.equal(sequence.loss_mask_T, fields["loss_mask_T"]),
+        )
+        if not all(same):
             raise RecordError(f"{sequence.place}: the record holds another text in its place")
-    _, output = target.prefill([sequence.ids_T for sequence in sequences])
-    is_next_N = torch.cat([found.loss_mask_T for found in recorded]).roll(-1)
-    recorded_MD = torch.cat([found.last_hidden_TD for found in recorded])[is_next_N]
-    derived_MD = output.last_hidden_ND[is_next_N.to(output.last_hidden_ND.device)]
-    labels_M = torch.cat([found.ids_T for found in recorded]).roll(-1)[is_next_N]
-    said_M = torch.cat([reader.label_logprobs(start + row) for row in range(len(sequences))])
-    given_M = label_logprobs(target, recorded_MD.to(derived_MD.device), labels_M)
-    difference = float((given_M - said_M).abs().mean())
+    recorded = {name: torch.cat([fields[name] for fields in found]) for name in found[0]}
+    _, output = target.prefill([sequence.ids_T for sequence in members])
+    rows_M, device = recorded["loss_mask_T"].roll(-1).nonzero()[:, 0], output.last_hidden_ND.device
+    derived_MD, labels_M = output.last_hidden_ND[rows_M.to(device)], recorded["ids_T"].long()[rows_M + 1]
+    given = judge(target, recorded["last_hidden_MD"].to(device), labels_M.to(device))
+    difference = max(float((given[name].cpu() - recorded[name]).abs().mean()) for name in given)
     if not difference <= LOGPROB_TOLERANCE[reader.manifest.torch_dtype]:
         raise RecordError(f"its log-probabilities lie {difference:.3g} nats from what the target's head says of it")
-    taps = (torch.cat([found.taps_TLD for found in recorded]), output.taps_NLD)
-    return -float(said_M.mean()), max(_distance(*taps), _distance(recorded_MD, derived_MD))
+    taps, derived_NLD = recorded["taps_TLD"], output.taps_NLD
+    if reader.manifest.taps == "float8":
+        dtype = reader.manifest.torch_dtype
+        taps = from_float8(taps, recorded["tap_scales_TL"], dtype)
+        derived_NLD = from_float8(*to_float8(derived_NLD), dtype)
+    return max(_distance(taps, derived_NLD), _distance(recorded["last_hidden_MD"], derived_MD))
 
 
 def _distance(recorded: Tensor, derived: Tensor) -> float:

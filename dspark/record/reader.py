@@ -1,117 +1,169 @@
-"""A finished record, opened at random: every shard's checksum is verified before its first tensor is used."""
+"""A record, opened at random: one range of a shard for a sequence, whose checksum is verified before it is used."""
 
-from bisect import bisect_right
+import os
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import BinaryIO
 
+import numpy as np
 import torch
-from safetensors import safe_open
+from numpy.typing import NDArray
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from dspark.errors import RecordError
-from dspark.files import file_sha256
-from dspark.record.format import ShardEntry, read_manifest
+from dspark.record.format import (
+    HEADER_BYTES,
+    INDEX_BYTES,
+    MANIFEST_FILE,
+    Manifest,
+    read_manifest,
+    shard_header,
+    shard_name,
+)
 from dspark.types import RecordedSequence
+
+OPEN_SHARDS = 64
+"""Shards whose files and indices are kept open."""
 
 
 @dataclass(frozen=True)
-class _Shard:
-    file: Any
-    offsets_S1: torch.Tensor
-    hidden_offsets_S1: torch.Tensor
-    ids_N: torch.Tensor
-    loss_mask_N: torch.Tensor
+class ShardIndex:
+    """An open shard: where each sequence begins in its file (int64), and how much each holds."""
+
+    file: BinaryIO
+    begins_S: NDArray[np.int64]
+    num_tokens_S: NDArray[np.int32]
+    num_supervised_S: NDArray[np.int32]
+    checksums_S: NDArray[np.uint64]
 
 
 class RecordReader:
-    """The sequences of a record: ``len(reader)``, ``reader[i]``. Only the asked-for rows are read from disk.
+    """The sequences of a record: ``len(reader)``, ``reader[i]``. Only the asked-for sequence is read from disk.
+
+    ``wait`` is called with a shard that is not there yet, until it is; without it the whole record must be there.
     Raises: RecordError when the folder holds no record, an unfinished one, or a damaged manifest.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, wait: Callable[[Path], None] | None = None) -> None:
         self.folder = Path(folder)
+        while wait and not (self.folder / MANIFEST_FILE).is_file():
+            wait(self.folder / MANIFEST_FILE)
         self.manifest = read_manifest(self.folder)
-        if not self.manifest.is_complete:
-            done = f"{sum(shard.num_sequences for shard in self.manifest.shards)} of {len(self)}"
-            raise RecordError(f"{self.folder}: {done} sequences are recorded; run dspark record again to finish")
-        self._starts = [0, *accumulate(shard.num_sequences for shard in self.manifest.shards)]
-        self._shards: dict[int, _Shard] = {}
+        self._wait = wait
+        self._shards: OrderedDict[int, ShardIndex] = OrderedDict()
         self._opening = Lock()
+        missing = 0 if wait else sum(not is_there(self.folder, self.manifest, n) for n in range(self.num_shards))
+        if missing:
+            done = f"{self.num_shards - missing} of {self.num_shards} shards are recorded"
+            raise RecordError(f"{self.folder}: {done}; run dspark record again to finish")
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.manifest.shards)
+
+    @property
+    def starts(self) -> list[int]:
+        """The number of the first sequence of every shard, and that of all."""
+        return self.manifest.starts
+
+    def members(self, number: int) -> range:
+        """The sequences of a shard."""
+        return range(*self.starts[number : number + 2])
 
     def __len__(self) -> int:
         return self.manifest.num_sequences
 
     def __getitem__(self, index: int) -> RecordedSequence:
         """Sequence ``index`` (0-based). Raises: IndexError; RecordError naming a truncated or altered shard."""
-        shard, row = self._find(index)
-        begin, end = shard.offsets_S1[row : row + 2].tolist()
-        hidden_begin, hidden_end = shard.hidden_offsets_S1[row : row + 2].tolist()
-        loss_mask_T = shard.loss_mask_N[begin:end]
-        taps_TLD = shard.file.get_slice("taps_NLD")[begin:end]
-        last_hidden_TD = taps_TLD.new_zeros(end - begin, self.manifest.hidden_size)
-        last_hidden_TD[:-1][loss_mask_T[1:]] = shard.file.get_slice("last_hidden_MD")[hidden_begin:hidden_end]
-        return RecordedSequence(shard.ids_N[begin:end], loss_mask_T, taps_TLD, last_hidden_TD)
+        fields = self.fields(index)
+        loss_mask_T, taps_TLD, hidden_MD = (fields[key] for key in ("loss_mask_T", "taps_TLD", "last_hidden_MD"))
+        last_hidden_TD = hidden_MD.new_zeros(len(loss_mask_T), hidden_MD.shape[1])
+        last_hidden_TD[:-1][loss_mask_T[1:]] = hidden_MD
+        scales_TL = fields.get("tap_scales_TL")
+        return RecordedSequence(fields["ids_T"].long(), loss_mask_T, taps_TLD, last_hidden_TD, scales_TL)
 
     def text(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids_T and loss_mask_T of a sequence, without its states. Raises: as ``reader[index]``."""
-        shard, row = self._find(index)
-        begin, end = shard.offsets_S1[row : row + 2].tolist()
-        return shard.ids_N[begin:end], shard.loss_mask_N[begin:end]
+        """ids_T and loss_mask_T of a sequence, without its states and unverified. Raises: as ``reader[index]``."""
+        number, row = self._find(index)
+        shard = self._open(number)
+        size = int(shard.num_tokens_S[row]), int(shard.num_supervised_S[row])
+        spans = self.manifest.fields(*size)
+        read = partial(self._read, number, shard.file)
+        begin = int(shard.begins_S[row])
+        ids, mask = (read(begin + span.begin, span.end - span.begin).view(span.dtype)
+                     for span in (spans["ids_T"], spans["loss_mask_T"]))  # fmt: skip
+        return ids.long(), mask
 
-    def label_logprobs(self, index: int) -> torch.Tensor:
-        """The target's log-probability [M] of every predicted token of a sequence. Raises: as ``reader[index]``."""
-        shard, row = self._find(index)
-        begin, end = shard.hidden_offsets_S1[row : row + 2].tolist()
-        logprobs_M: torch.Tensor = shard.file.get_slice("label_logprobs_M")[begin:end]
-        return logprobs_M
+    def fields(self, index: int) -> dict[str, torch.Tensor]:
+        """Every field of a sequence, as ``format`` says. Raises: as ``reader[index]``."""
+        number, row = self._find(index)
+        shard = self._open(number)
+        size = int(shard.num_tokens_S[row]), int(shard.num_supervised_S[row])
+        content_X = self._read(number, shard.file, int(shard.begins_S[row]), self.manifest.sequence_bytes(*size))
+        if xxh3_64_intdigest(content_X.numpy()) != shard.checksums_S[row]:
+            raise self._damaged(number, f"sequence {index} has not the bytes that were written")
+        spans = self.manifest.fields(*size)
+        return {name: content_X[s.begin : s.end].view(s.dtype).view(s.shape) for name, s in spans.items()}
 
-    def _find(self, index: int) -> tuple[_Shard, int]:
-        """The shard that holds a sequence, and the sequence's row in it."""
+    def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.folder}: sequence {index} of {len(self)}")
-        number = bisect_right(self._starts, index) - 1
-        with self._opening:  # threads read, and a shard's checksum is taken once
-            shard = self._shards.get(number) or self._open(number)
-        return shard, index - self._starts[number]
+        return self.manifest.find(index)
 
-    def _check_layout(self, path: Path, file: Any, entry: ShardEntry) -> None:
-        """Refuse a shard whose tensors are not those that the manifest describes; the numbers are not looked at."""
-        width, num_taps, dtype = self.manifest.hidden_size, len(self.manifest.target_layer_ids), self.manifest.dtype
-        tokens, states = entry.num_tokens, entry.num_supervised
-        expected: dict[str, tuple[int, ...]] = {"offsets_S1": (entry.num_sequences + 1,), "ids_N": (tokens,)}
-        expected |= {"loss_mask_N": (tokens,), "taps_NLD": (tokens, num_taps, width)}
-        expected |= {"last_hidden_MD": (states, width), "label_logprobs_M": (states,)}
-        names = set(file.keys())
-        found = {name: tuple(file.get_slice(name).get_shape()) if name in names else None for name in expected}
-        wrong = [f"{key} is {found[key]}, expected {shape}" for key, shape in expected.items() if found[key] != shape]
-        if not wrong and file.get_slice("taps_NLD")[:0].dtype != self.manifest.torch_dtype:
-            wrong = [f"taps_NLD is not {dtype}"]
-        if not wrong and not _is_rising_to(file.get_tensor("offsets_S1").tolist(), entry.num_tokens):
-            wrong = [f"offsets_S1 do not rise from 0 to {entry.num_tokens}"]
-        if wrong:
-            raise RecordError(f"{path}: not what the manifest says: {'; '.join(wrong)}; delete it, run dspark record")
+    def _read(self, number: int, file: BinaryIO, begin: int, num_bytes: int) -> torch.Tensor:
+        content_X = torch.empty(num_bytes, dtype=torch.uint8)
+        view, done = memoryview(content_X.numpy()), 0
+        while done < num_bytes:  # the system hands out 2 GB at a time
+            if not (count := os.preadv(file.fileno(), [view[done:]], begin + done)):
+                raise self._damaged(number, "it is shorter than it was")
+            done += count
+        return content_X
 
-    def _open(self, number: int) -> _Shard:
-        entry = self.manifest.shards[number]
-        path = self.folder / entry.file
-        found = file_sha256(path) if path.is_file() else "no file"
-        if found != entry.sha256:
-            size = path.stat().st_size if path.is_file() else 0
-            raise RecordError(
-                f"{path}: found sha256 {found} ({size} bytes), expected {entry.sha256} ({entry.num_bytes} bytes); "
-                "the shard is damaged: delete it and run dspark record again, which writes only what is missing"
-            )
-        file: Any = safe_open(path, framework="pt")
-        self._check_layout(path, file, entry)
-        loss_mask_N = file.get_tensor("loss_mask_N")
-        offsets_S1 = file.get_tensor("offsets_S1")
-        hidden_offsets_N1 = torch.cat([torch.zeros(1, dtype=torch.int64), loss_mask_N.cumsum(0)])
-        shard = _Shard(file, offsets_S1, hidden_offsets_N1[offsets_S1], file.get_tensor("ids_N").long(), loss_mask_N)
-        self._shards[number] = shard
-        return shard
+    def _open(self, number: int) -> ShardIndex:
+        path = self.folder / shard_name(number)
+        while self._wait and number not in self._shards and not is_there(self.folder, self.manifest, number):
+            self._wait(path)
+        with self._opening:  # threads read, and each shard is opened once
+            if number in self._shards:
+                self._shards.move_to_end(number)
+                return self._shards[number]
+            if not path.is_file():
+                raise self._damaged(number, "no such file")
+            shard = self._shards[number] = self._read_index(number, path)
+            if len(self._shards) > OPEN_SHARDS:
+                self._shards.popitem(last=False)  # whoever reads in it still holds its file
+            return shard
+
+    def _read_index(self, number: int, path: Path) -> ShardIndex:
+        manifest = self.manifest
+        num_sequences, num_tokens, num_supervised = manifest.shards[number]
+        file = path.open("rb", buffering=0)
+        head = file.read(HEADER_BYTES + INDEX_BYTES * num_sequences)
+        header, content = head[:HEADER_BYTES], head[HEADER_BYTES:]
+        is_whole = is_there(self.folder, manifest, number)
+        if not is_whole or header != shard_header(manifest, number, xxh3_64_hexdigest(content)):
+            raise self._damaged(number, "its size, header or index is not what the manifest says")
+        checksums_S = np.frombuffer(content, np.uint64, num_sequences)
+        num_tokens_S = np.frombuffer(content, np.int32, num_sequences, 8 * num_sequences)
+        num_supervised_S = np.frombuffer(content, np.int32, num_sequences, 12 * num_sequences)
+        if (num_tokens_S.sum(dtype=np.int64), num_supervised_S.sum(dtype=np.int64)) != (num_tokens, num_supervised):
+            raise self._damaged(number, "its sequences are not those of the manifest")
+        sizes_S = [
+            manifest.sequence_bytes(*size)
+            for size in zip(num_tokens_S.tolist(), num_supervised_S.tolist(), strict=True)
+        ]
+        begins_S = len(head) + np.cumsum([0, *sizes_S[:-1]], dtype=np.int64)
+        return ShardIndex(file, begins_S, num_tokens_S, num_supervised_S, checksums_S)
+
+    def _damaged(self, number: int, found: str) -> RecordError:
+        return RecordError(f"{self.folder / shard_name(number)}: {found}; dspark record --repair records it anew")
 
 
-def _is_rising_to(offsets: list[int], end: int) -> bool:
-    return offsets == sorted(set(offsets)) and (offsets[0], offsets[-1]) == (0, end)
+def is_there(folder: Path, manifest: Manifest, number: int) -> bool:
+    """Whether a shard's file is there in full length; a shard appears whole."""
+    path = folder / shard_name(number)
+    return path.is_file() and path.stat().st_size == manifest.shard_bytes(number)

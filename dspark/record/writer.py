@@ -1,81 +1,142 @@
-"""A record being written: shards appear whole, the manifest after each of them, and a stopped run goes on."""
+"""A record being written: each shard appears whole, and a recorder that was stopped, or another one, goes on."""
 
+import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shutil import disk_usage
+from typing import Any
 
-import torch
+import numpy as np
+from torch import Tensor, uint8
+from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from dspark.errors import RecordError
-from dspark.files import file_sha256, partial_of, put_in_place, save_tensors, write_whole
-from dspark.record.format import MANIFEST_FILE, Manifest, ShardEntry, read_manifest, shard_name
+from dspark.files import put_in_place, write_whole
+from dspark.record.format import (
+    HEADER_BYTES,
+    INDEX_BYTES,
+    MANIFEST_FILE,
+    Manifest,
+    read_manifest,
+    shard_header,
+    shard_name,
+)
+from dspark.record.leases import Leases, is_running, writer_name
+from dspark.record.reader import is_there
 
 
-class RecordWriter:
-    """Writes the shards of one record. ``manifest`` always says what is complete on disk."""
+class ShardWriter:
+    """One shard on its way: sequences are added in order, and ``finish`` gives the file its name.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
+    Every process writes into a file of its own beside it, so two that record the same shard do not meet: the later one
+    replaces it by the same bytes. Raises: RecordError when the disk refuses; nothing of the shard is left then.
+    """
 
-    def has_shard(self, index: int) -> bool:
-        """Whether shard ``index`` is in the manifest and its file is there in full length."""
-        if index >= len(self.manifest.shards):
-            return False
-        entry = self.manifest.shards[index]
-        path = self.folder / entry.file
-        return path.is_file() and path.stat().st_size == entry.num_bytes
-
-    def write_shard(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write one shard whole (shapes: see ``format``) and only then enter it in the manifest.
-        Shards come in order, or replace one whose file was deleted. Raises: RecordError when the disk refuses.
-        """
-        shards = self.manifest.shards
-        assert index <= len(shards)
-        path = self.folder / shard_name(index)
-        beside = partial_of(path)
+    def __init__(self, folder: Path, manifest: Manifest, index: int, leases: Leases) -> None:
+        self.path, self.manifest, self.index, self.leases = folder / shard_name(index), manifest, index, leases
+        self._beside = self.path.with_name(f".{self.path.name}.{writer_name()}.partial")
+        self._checksums: list[int] = []
+        self._sizes: list[tuple[int, int]] = []
         try:
-            save_tensors(tensors, beside)
-            sha256 = file_sha256(beside)
-            put_in_place(beside, path)
-            entry = ShardEntry(
-                file=path.name,
-                sha256=sha256,
-                num_bytes=path.stat().st_size,
-                num_sequences=len(tensors["offsets_S1"]) - 1,
-                num_tokens=len(tensors["ids_N"]),
-                num_supervised=len(tensors["label_logprobs_M"]),
-            )
-            shards = (*shards[:index], entry, *shards[index + 1 :])
-            manifest = Manifest.model_validate(self.manifest.model_dump() | {"shards": shards})
-            write_whole(self.folder / MANIFEST_FILE, manifest.model_dump_json(indent=1))
+            self._file = self._beside.open("wb", buffering=0)
+            self._file.seek(HEADER_BYTES + INDEX_BYTES * manifest.shards[index].num_sequences)
         except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise RecordError(
-                f"{path}: cannot be written ({error}); {len(self.manifest.shards)} shards are complete and stay: "
-                "make room, then run dspark record again to go on"
-            ) from error
-        self.manifest = manifest
+            raise self._refused(error) from error
+
+    def add(self, fields: Mapping[str, Tensor]) -> None:
+        """The fields of the next sequence, on the host; shapes and dtypes as ``Manifest.fields``."""
+        size = len(fields["ids_T"]), len(fields["label_logprobs_M"])
+        checksum = xxh3_64()
+        try:
+            for name, span in self.manifest.fields(*size).items():
+                values = fields[name]
+                assert (values.dtype, tuple(values.shape)) == (span.dtype, span.shape), name
+                content = values.contiguous().reshape(-1).view(uint8).numpy()
+                checksum.update(content)
+                self._write(content)
+        except OSError as error:
+            raise self._refused(error) from error
+        self.leases.touch(self.index)
+        self._checksums.append(checksum.intdigest())
+        self._sizes.append(size)
+
+    def finish(self) -> None:
+        """Write index and header, flush, and put the file in its place."""
+        num_tokens_S, num_supervised_S = np.array(self._sizes, np.int32).T
+        held = (len(self._sizes), int(num_tokens_S.sum()), int(num_supervised_S.sum()))
+        assert held == tuple(self.manifest.shards[self.index]), held
+        index = np.array(self._checksums, np.uint64).tobytes() + num_tokens_S.tobytes() + num_supervised_S.tobytes()
+        try:
+            self._file.seek(0)
+            self._write(shard_header(self.manifest, self.index, xxh3_64_hexdigest(index)) + index)
+            self._file.close()
+            put_in_place(self._beside, self.path)
+        except OSError as error:
+            raise self._refused(error) from error
+        self.leases.release(self.index)
+
+    def discard(self) -> None:
+        """Leave nothing of a shard that was not finished."""
+        self._file.close()
+        self._beside.unlink(missing_ok=True)
+        self.leases.release(self.index)
+
+    def _write(self, content: Any) -> None:
+        view = memoryview(content)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def _refused(self, error: OSError) -> RecordError:
+        self._beside.unlink(missing_ok=True)
+        return RecordError(
+            f"{self.path}: cannot be written ({error}); the shards that are complete stay: make room, then run dspark "
+            "record again to go on"
+        )
 
 
-def open_writer(folder: Path, description: Manifest) -> RecordWriter:
-    """Start a record (``description``: no shards), or go on with the one in ``folder`` made from the very same things.
+def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) -> None:
+    """Write the manifest, or find the very same in ``folder``, and what killed processes of this machine left there.
+    ``capacity_shards``: how many are there at a time, 0 for all.
     Raises: RecordError naming every difference, or when the disk cannot hold what is to come.
     """
-    assert not description.shards
     folder.mkdir(parents=True, exist_ok=True)
     is_new = not (folder / MANIFEST_FILE).exists()
     found = description if is_new else read_manifest(folder)
-    old, new = (manifest.model_dump(exclude={"shards", "versions", "target"}) for manifest in (found, description))
-    differing = [f"{key} is {old[key]!r} there and {new[key]!r} now" for key in old if old[key] != new[key]]
+    old, new = (manifest.model_dump(exclude={"versions", "target"}) for manifest in (found, description))
+    differing = [key for key in old if old[key] != new[key]]
     if differing:
-        raise RecordError(f"{folder}: holds another record: {'; '.join(differing)}; give another record.folder")
-    needed_bytes = found.num_bytes - sum(shard.num_bytes for shard in found.shards)
+        told = "; ".join(_difference(key, old[key], new[key]) for key in differing)
+        raise RecordError(f"{folder}: holds another record: {told}; give another record.folder")
+    sizes = [found.shard_bytes(index) for index in range(len(found.shards))]
+    needed_bytes = sum(sorted(sizes)[-capacity_shards:]) - sum(
+        size for index, size in enumerate(sizes) if is_there(folder, found, index)
+    )
     free_bytes = disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise RecordError(
-            f"{folder}: needs about {needed_bytes / 1e9:.1f} GB more, {free_bytes / 1e9:.1f} GB are free; give this "
-            "run another record.folder, fewer conversations (data.max_conversations) or fewer draft.target_layer_ids"
+            f"{folder}: needs about {needed_bytes / 1e9:.1f} GB more, {free_bytes / 1e9:.1f} GB are free; give this run "
+            "another record.folder, fewer conversations (data.max_conversations), fewer draft.target_layer_ids, "
+            "record.taps=float8, or record.ring_shards to train at once"
         )
     if is_new:
-        write_whole(folder / MANIFEST_FILE, found.model_dump_json(indent=1))
-    return RecordWriter(folder, found)
+        write_whole(folder / MANIFEST_FILE, found.model_dump_json())
+    _remove_leftovers(folder)
+
+
+def missing_shards(folder: Path, manifest: Manifest) -> list[int] | None:
+    """The shards that are not there yet; None when all are."""
+    return [index for index in range(len(manifest.shards)) if not is_there(folder, manifest, index)] or None
+
+
+def _difference(key: str, old: object, new: object) -> str:
+    if isinstance(old, Sequence) and isinstance(new, Sequence) and key == "shards":
+        return f"{len(old)} shards there and {len(new)} now, or of other sizes"
+    return f"{key} is {old!r} there and {new!r} now"
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Files that killed processes of this machine were at."""
+    host = socket.gethostname()
+    for path in folder.glob(f".shard-*.{host}-*.partial"):
+        if not is_running(int(path.name.split("-")[-1].removesuffix(".partial"))):
+            path.unlink(missing_ok=True)

@@ -1,12 +1,11 @@
 """Which recorded sequences a step reads, in which order, and how they become one packed row."""
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import tee
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
@@ -18,6 +17,8 @@ from torch import Tensor
 from dspark.config import RunConfig, TrainSection
 from dspark.draft.anchors import BlockTargets, block_targets, sample_anchors
 from dspark.kernels.transfer import onto
+from dspark.layers.float8 import from_float8
+from dspark.record.order import ReadingOrder, generator_of
 from dspark.train.slots import PIECE_NUMBERS, Slots, lay_out
 from dspark.types import RecordedSequence
 
@@ -27,9 +28,12 @@ MadeT = TypeVar("MadeT")
 
 
 class Record(Protocol):
-    """What training needs of a record: its length, its sequences by index, and their texts alone."""
+    """What training needs of a record: the number of each shard's first sequence, and that of all; its sequences by
+    index, and their texts alone.
+    """
 
-    def __len__(self) -> int: ...
+    @property
+    def starts(self) -> list[int]: ...
 
     def __getitem__(self, index: int) -> RecordedSequence: ...
 
@@ -67,10 +71,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Batch(Plan):
-    """A plan with what the target said: taps_TLD, and last_hidden_TD after the final norm."""
+    """A plan with what the target said: taps_TLD, and last_hidden_TD after the final norm. Under way taps may be
+    float8, to be multiplied by tap_scales_TL.
+    """
 
     taps_TLD: Tensor
     last_hidden_TD: Tensor
+    tap_scales_TL: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,10 @@ def plan_windows(
     needed at once: its denominators are known before its first backward pass.
     """
 
+    order = ReadingOrder(record.starts, run.seed)
+
     def plan(start: int) -> list[Plan]:
-        return [plan_batch(record, each, run, device) for each in window_draws(len(record), run.seed, start, share)]
+        return [plan_batch(record, each, run, device) for each in window_draws(order, start, share)]
 
     return started_ahead(plan, starts)
 
@@ -157,7 +166,7 @@ def copied_ahead(batches: Iterable[Future[Batch]], device: torch.device) -> Gene
     """
     if device.type != "cuda":
         for batch in batches:
-            yield batch.result()
+            yield _widened(batch.result())
         return
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     under_way: deque[tuple[Batch, torch.cuda.Event]] = deque()
@@ -192,7 +201,15 @@ def _start_copy(batch: Batch, main: torch.cuda.Stream, side: torch.cuda.Stream) 
 
 def _arrived(batch: Batch, event: torch.cuda.Event, main: torch.cuda.Stream) -> Batch:
     main.wait_event(event)
-    return batch
+    return _widened(batch)
+
+
+def _widened(batch: Batch) -> Batch:
+    """Taps as the draft reads them."""
+    if batch.tap_scales_TL is None:
+        return batch
+    taps_TLD = from_float8(batch.taps_TLD, batch.tap_scales_TL, batch.last_hidden_TD.dtype)
+    return replace(batch, taps_TLD=taps_TLD, tap_scales_TL=None)
 
 
 def _with_tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -202,17 +219,16 @@ def _with_tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return replace(record, **changed)
 
 
-def window_draws(num_sequences: int, seed: int, sequences_seen: int, share: Share) -> list[list[Draw]]:
+def window_draws(order: ReadingOrder, sequences_seen: int, share: Share) -> list[list[Draw]]:
     """The draws of one step for one process, a list for each micro-step.
 
-    The record is read in a new permutation each pass, without a gap. The step takes the next sequences of that stream,
-    so ``sequences_seen`` alone says what it learns from, however it is split over processes and micro-steps.
+    The step takes the next sequences of the record's stream, so ``sequences_seen`` alone says what it learns from,
+    however it is split over processes and micro-steps.
     """
     window = []
     for micro_step in range(share.accumulation_steps):
         start = sequences_seen + (micro_step * share.world_size + share.rank) * share.batch_size
-        places = [divmod(place, num_sequences) for place in range(start, start + share.batch_size)]
-        window.append([Draw(epoch, _permutation(num_sequences, seed, epoch)[place]) for epoch, place in places])
+        window.append([Draw(*order.place(place)) for place in range(start, start + share.batch_size)])
     return window
 
 
@@ -224,7 +240,7 @@ def plan_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: to
     ids, positions, starts, anchors, targets, start = [], [], [], [], [], 0
     for draw in draws:
         ids_T, loss_mask_T = record.text(draw.index)
-        generator = _generator(run.seed, "anchors", draw.epoch, draw.index)
+        generator = generator_of(run.seed, "anchors", draw.epoch, draw.index)
         anchors_A = sample_anchors(loss_mask_T, run.train.num_anchors, generator)
         targets.append(block_targets(ids_T, loss_mask_T, anchors_A, block_size))
         ids.append(ids_T)
@@ -263,21 +279,12 @@ def fill(record: Record, plan: Plan, device: torch.device = CPU) -> Batch:
     here: Plan = _with_tensors(plan, Tensor.pin_memory) if is_pinned else plan
     taps_TLD = _joined([sequence.taps_TLD for sequence in sequences], is_pinned)
     last_hidden_TD = _joined([sequence.last_hidden_TD for sequence in sequences], is_pinned)
-    return Batch(**vars(here), taps_TLD=taps_TLD, last_hidden_TD=last_hidden_TD)
+    scales = [sequence.tap_scales_TL for sequence in sequences if sequence.tap_scales_TL is not None]
+    scales_TL = _joined(scales, is_pinned) if scales else None
+    return Batch(**vars(here), taps_TLD=taps_TLD, last_hidden_TD=last_hidden_TD, tap_scales_TL=scales_TL)
 
 
 def _joined(parts: list[Tensor], is_pinned: bool) -> Tensor:
     """One after another; pinned memory, which torch keeps and lends again, is written once and nothing else made."""
     shape = (sum(map(len, parts)), *parts[0].shape[1:])
     return torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=is_pinned))
-
-
-@lru_cache(maxsize=2)
-def _permutation(num_sequences: int, seed: int, epoch: int) -> list[int]:
-    order: list[int] = torch.randperm(num_sequences, generator=_generator(seed, "order", epoch)).tolist()
-    return order
-
-
-def _generator(*key: object) -> torch.Generator:
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)

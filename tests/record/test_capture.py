@@ -1,5 +1,6 @@
 """What is recorded is what the target says, whatever is packed together and wherever a shard ends."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,25 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import TAPS, contents, describe, make_sequences, make_target
-from safetensors.torch import load_file
+from recorded import TAPS, contents, make_sequences, make_target, record
 from tiny import VOCAB_SIZE, write_tiny_ling
 
-from dspark.data.chat import Encoded
 from dspark.errors import RecordError
+from dspark.layers.float8 import from_float8, to_float8
 from dspark.record import capture as module
-from dspark.record.capture import capture
-from dspark.record.reader import RecordReader
-from dspark.record.writer import open_writer
+from dspark.record.capture import Drawn
+from dspark.record.format import MANIFEST_FILE
 from dspark.target.loading import load_target
-from dspark.types import Target
-
-
-def record(folder: Path, target: Target[Any], sequences: list[Encoded], **changes: Any) -> RecordReader:
-    facts = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    description = describe(sequences, **(facts | changes))
-    capture(target, sequences, open_writer(folder, description), lambda: None)
-    return RecordReader(folder)
 
 
 def test_the_head_on_the_recorded_states_gives_the_full_distribution_of_a_ling_target(tmp_path: Path) -> None:
@@ -36,9 +27,7 @@ def test_the_head_on_the_recorded_states_gives_the_full_distribution_of_a_ling_t
         replace(sequence, ids_T=torch.randint(VOCAB_SIZE, sequence.ids_T.shape, generator=generator))
         for sequence in make_sequences()
     ]
-    reader = record(tmp_path / "record", target, sequences)
-    recorded_M = torch.cat([load_file(path)["label_logprobs_M"] for path in sorted(reader.folder.glob("shard*"))])
-    first = 0
+    reader = record(tmp_path / "record", target, sequences, hidden_size=target.hidden_size, vocab_size=VOCAB_SIZE)
     for index, sequence in enumerate(sequences):
         recorded = reader[index]
         _, output = target.prefill([sequence.ids_T])
@@ -47,11 +36,10 @@ def test_the_head_on_the_recorded_states_gives_the_full_distribution_of_a_ling_t
         rows = torch.nonzero(sequence.loss_mask_T[1:])[:, 0]
         torch.testing.assert_close(found_TV[rows], expected_TV[rows], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(recorded.taps_TLD, output.taps_NLD, atol=1e-5, rtol=1e-5)
-        labels_M = sequence.ids_T[rows + 1]
-        found_M = recorded_M[first : first + len(rows)]
-        torch.testing.assert_close(found_M, expected_TV[rows, labels_M], atol=1e-5, rtol=1e-5)
-        first += len(rows)
-    assert first == len(recorded_M)
+        labels_M, fields = sequence.ids_T[rows + 1], reader.fields(index)
+        torch.testing.assert_close(fields["label_logprobs_M"], expected_TV[rows, labels_M], atol=1e-5, rtol=1e-5)
+        entropies_M = torch.distributions.Categorical(logits=expected_TV[rows]).entropy()
+        torch.testing.assert_close(fields["entropies_M"], entropies_M, atol=1e-5, rtol=1e-5)
 
 
 def test_calls_are_packed_within_a_shard_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,15 +74,61 @@ def test_states_that_are_not_finite_end_the_recording_and_name_the_text(
         return cache, output
 
     monkeypatch.setattr(target, "prefill", broken)
-    writer = open_writer(tmp_path, describe(sequences))
-    with pytest.raises(RecordError, match=r"talk.jsonl:4: .*not finite in this sequence or in the 1 after it"):
-        capture(target, sequences, writer, lambda: None)
-    assert [shard.num_sequences for shard in writer.manifest.shards] == [2, 1]
+    with pytest.raises(RecordError, match=r"talk.jsonl:4: .*not finite in this sequence or in the 1 read with it"):
+        record(tmp_path, target, sequences)
+    assert sorted(contents(tmp_path)) == [MANIFEST_FILE, "shard-00000.safetensors", "shard-00001.safetensors"]
 
 
-def test_ids_of_another_tokenizer_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_float8_taps_are_what_the_target_said_rounded_and_everything_else_is_kept(tmp_path: Path) -> None:
+    target, sequences = make_target(torch.bfloat16), make_sequences()
+    plain, rounded = (
+        record(tmp_path / taps, target, sequences, dtype="bfloat16", taps=taps) for taps in ("target", "float8")
+    )
+    for index in range(len(sequences)):
+        theirs, ours = plain.fields(index), rounded.fields(index)
+        expected = to_float8(theirs["taps_TLD"])
+        assert ours["taps_TLD"].float().equal(expected[0].float())
+        assert ours["tap_scales_TL"].equal(expected[1])
+        back_TLD = from_float8(ours["taps_TLD"], ours["tap_scales_TL"], torch.bfloat16)
+        assert ((back_TLD - theirs["taps_TLD"]).abs() <= theirs["taps_TLD"].abs() / 16 + 1e-2).all()
+        assert all(ours[name].equal(theirs[name]) for name in theirs if name != "taps_TLD")
+
+
+def test_the_writer_never_falls_far_behind_and_the_target_does_not_wait_for_every_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is slow holds the target back after a few calls, so that memory does not grow."""
+    target, read, written = make_target(), list[int](), list[int]()
+    prefill, write = target.prefill, module._write
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.02)
+        written.append(len(read) - len(written))
+        write(*arguments)
+
+    def noted(ids: Sequence[torch.Tensor]) -> Any:
+        read.append(len(ids))
+        return prefill(ids)
+
+    monkeypatch.setattr(module, "_write", slowly)
+    monkeypatch.setattr(module, "TOKENS_PER_CALL", 1)
+    monkeypatch.setattr(target, "prefill", noted)
+    record(tmp_path, target, make_sequences(tuple(range(4, 24))))
+    assert max(written) == module.PACKS_WAITING + 1  # one has been read just now
+    assert len(written) == 20
+
+
+def test_the_order_of_a_record_is_drawn_by_the_seed_and_leaves_nothing_out() -> None:
+    sequences = make_sequences()
+    places = [[each.place for each in Drawn(sequences, seed)] for seed in (0, 0, 1)]
+    assert places[0] == places[1]
+    assert places[0] != places[2]
+    assert all(sorted(each) == sorted(sequence.place for sequence in sequences) for each in places)
+
+
+def test_ids_of_another_tokenizer_are_refused_before_their_shard_is_read(tmp_path: Path) -> None:
     sequences = make_sequences()
     sequences[5].ids_T[1] = 13
     with pytest.raises(RecordError, match=r"talk.jsonl:6: found token ids \d+..13, expected 0..12"):
         record(tmp_path, make_target(), sequences)
-    assert not list(tmp_path.glob("shard*"))
+    assert len(list(tmp_path.glob("shard*"))) == 3

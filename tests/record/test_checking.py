@@ -4,60 +4,65 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded import describe, make_sequences, make_target, record_everything
-from safetensors.torch import load_file, save_file
+from recorded import make_sequences, make_target, record, record_everything
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from dspark.data.chat import Encoded
-from dspark.files import file_sha256
-from dspark.record.capture import capture
 from dspark.record.checking import ShardCheck, check_shards
-from dspark.record.format import MANIFEST_FILE, Manifest
+from dspark.record.format import HEADER_BYTES, INDEX_BYTES, shard_header
 from dspark.record.reader import RecordReader
-from dspark.record.writer import open_writer
 
 
 def found(folder: Path, sequences: list[Encoded] | None = None, dtype: torch.dtype = torch.float32) -> list[ShardCheck]:
     heard: list[None] = []
     reader = RecordReader(folder)
-    checks = list(check_shards(make_target(dtype), sequences or make_sequences(), reader, lambda: heard.append(None)))
+    checks = list(check_shards(reader, lambda: heard.append(None), make_target(dtype), sequences or make_sequences()))
     assert len(heard) == len(checks) == len(reader.manifest.shards) > 2
     return checks
 
 
 def alter(folder: Path, number: int, name: str, factor: float) -> None:
-    """Other numbers in a shard, with a manifest that believes them."""
-    path = folder / f"shard-{number:05d}.safetensors"
-    tensors = load_file(path)
-    tensors[name] = (tensors[name] * factor).to(tensors[name].dtype)
-    save_file(tensors, path)
-    manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
-    changed = manifest.shards[number].model_copy(update={"sha256": file_sha256(path), "num_bytes": path.stat().st_size})
-    shards = (*manifest.shards[:number], changed, *manifest.shards[number + 1 :])
-    (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
+    """Other numbers in a shard, with checksums that believe them."""
+    reader, path = RecordReader(folder), folder / f"shard-{number:05d}.safetensors"
+    content = bytearray(path.read_bytes())
+    num_sequences = len(reader.members(number))
+    begin = HEADER_BYTES + INDEX_BYTES * num_sequences
+    for row, index in enumerate(reader.members(number)):
+        fields = reader.fields(index)
+        span = reader.manifest.fields(len(fields["ids_T"]), len(fields["entropies_M"]))
+        changed = (fields[name] * factor).to(fields[name].dtype).reshape(-1).view(torch.uint8).numpy().tobytes()
+        content[begin + span[name].begin : begin + span[name].end] = changed
+        end = begin + max(each.end for each in span.values())
+        checksum = xxh3_64_intdigest(bytes(content[begin:end]))
+        content[HEADER_BYTES + 8 * row : HEADER_BYTES + 8 * row + 8] = checksum.to_bytes(8, "little")
+        begin = end
+    index_checksum = xxh3_64_hexdigest(bytes(content[HEADER_BYTES : HEADER_BYTES + INDEX_BYTES * num_sequences]))
+    content[:HEADER_BYTES] = shard_header(reader.manifest, number, index_checksum)
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_what_was_recorded_is_what_the_target_says(tmp_path: Path, dtype: torch.dtype) -> None:
-    sequences = make_sequences()
-    description = describe(sequences, dtype=str(dtype).removeprefix("torch."))
-    capture(make_target(dtype), sequences, open_writer(tmp_path, description), lambda: None)
+    reader = record(tmp_path, make_target(dtype), make_sequences(), dtype=str(dtype).removeprefix("torch."))
     checks = found(tmp_path, dtype=dtype)
     assert [(check.fault, check.states_error) for check in checks] == [(None, 0.0)] * len(checks)
-    assert sum(check.num_tokens for check in checks) == sum(len(sequence.ids_T) for sequence in sequences)
-    said = [check.nats for check in checks]
-    recorded = load_file(tmp_path / "shard-00001.safetensors")["label_logprobs_M"]
-    assert said[1] == pytest.approx(-float(recorded.mean()))
+    fields = reader.fields(2)
+    assert checks[1].nats == pytest.approx(-float(fields["label_logprobs_M"].mean()))
+    assert checks[1].entropy == pytest.approx(float(fields["entropies_M"].mean()))
+    unread = list(check_shards(reader, lambda: None, None, []))
+    assert [(check.nats, check.states_error) for check in unread] == [(check.nats, None) for check in checks]
 
 
 @pytest.mark.parametrize(
     ("name", "factor", "words"),
     [
-        ("taps_NLD", 1.01, "its states are not those of the target: 0.01 of their norm away"),
-        ("taps_NLD", float("nan"), "its states are not those of the target: nan"),
+        ("taps_TLD", 1.01, "its states are not those of the target: 0.01 of their norm away"),
+        ("taps_TLD", float("nan"), "its states are not those of the target: nan"),
         ("last_hidden_MD", 1.5, "its log-probabilities lie"),
         ("label_logprobs_M", 1.1, "its log-probabilities lie"),
-        ("ids_N", 0, "the record holds another text"),
-        ("loss_mask_N", 0, "not what the manifest says|another text"),
+        ("entropies_M", 1.1, "its log-probabilities lie"),
+        ("ids_T", 0, "the record holds another text"),
+        ("loss_mask_T", 0, "the record holds another text"),
     ],
 )
 def test_a_shard_with_other_numbers_is_found(tmp_path: Path, name: str, factor: float, words: str) -> None:
@@ -71,16 +76,30 @@ def test_a_shard_with_other_numbers_is_found(tmp_path: Path, name: str, factor: 
 
 def test_a_byte_that_changed_and_a_file_that_is_gone_are_found(tmp_path: Path) -> None:
     record_everything(tmp_path)
-    path = tmp_path / "shard-00000.safetensors"
+    path, reader = tmp_path / "shard-00000.safetensors", RecordReader(tmp_path)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     (tmp_path / "shard-00002.safetensors").unlink()
-    faults = [check.fault for check in found(tmp_path)]
-    assert ["sha256" in (fault or "") for fault in faults] == [number in (0, 2) for number in range(len(faults))]
+    for target in (make_target(), None):
+        faults = [check.fault for check in check_shards(reader, lambda: None, target, make_sequences())]
+        assert faults[0] is not None
+        assert "sequence 1 has not the bytes that were written" in faults[0]
+        assert faults[1:] == [None, "no such file; dspark record --repair records it anew", None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float8_taps_that_the_target_said_pass_and_others_do_not(tmp_path: Path, dtype: str) -> None:
+    target = make_target(getattr(torch, dtype))
+    reader = record(tmp_path, target, make_sequences(), dtype=dtype, taps="float8")
+    assert [check.states_error for check in check_shards(reader, lambda: None, target, make_sequences())] == [0.0] * 4
+    alter(tmp_path, 1, "tap_scales_TL", 1.125)
+    reader = RecordReader(tmp_path)
+    faults = [check.fault for check in check_shards(reader, lambda: None, target, make_sequences())]
+    assert "its states are not those of the target" in str(faults[1])
 
 
 def test_rounding_of_another_device_is_no_fault(tmp_path: Path) -> None:
     record_everything(tmp_path)
-    alter(tmp_path, 1, "taps_NLD", 1 + 1e-5)
+    alter(tmp_path, 1, "taps_TLD", 1 + 1e-5)
     assert [check.fault for check in found(tmp_path)] == [None] * len(found(tmp_path))

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from recorded import describe, make_sequences
+from recorded import describe, make_sequences, record_everything
 
 from dspark.errors import RecordError
-from dspark.files import file_sha256
-from dspark.record.format import MANIFEST_FILE, group_by_tokens, read_manifest, shard_name
+from dspark.record.format import MANIFEST_FILE, Manifest, Shard, group_by_tokens, plan_shards, read_manifest, shard_name
 
 
 def test_groups_follow_the_budget_and_never_split_a_sequence() -> None:
@@ -22,18 +20,48 @@ def test_groups_follow_the_budget_and_never_split_a_sequence() -> None:
     assert group_by_tokens([], 5) == []
 
 
-def test_the_size_of_a_record_is_known_beforehand(record: Path) -> None:
-    manifest = read_manifest(record)
-    held = sum(shard.num_bytes for shard in manifest.shards)
-    headers = len(manifest.shards) * 1000
-    assert held - headers <= manifest.num_bytes <= held
-    half = manifest.model_copy(update={"dtype": "bfloat16"})
-    assert half.torch_dtype == torch.bfloat16
-    assert manifest.num_bytes - half.num_bytes == 2 * 5 * (2 * 72 + manifest.num_supervised)
+def test_shards_are_planned_by_their_sequences() -> None:
+    sequences = make_sequences()
+    sizes = [len(each.ids_T) for each in sequences], [each.num_supervised for each in sequences]
+    shards = plan_shards(*sizes, 20)
+    assert [shard.num_tokens for shard in shards] == [13, 30, 19, 10]
+    assert sum(shard.num_supervised for shard in shards) == sum(sizes[1])
+    manifest = describe(sequences)
+    assert (manifest.num_sequences, manifest.num_tokens, manifest.starts) == (7, 72, [0, 2, 3, 5, 7])
+    assert [manifest.find(index) for index in range(7)] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)]
 
 
-def test_a_description_without_shards_is_not_complete() -> None:
-    assert not describe(make_sequences()).is_complete
+@pytest.mark.parametrize("taps", ["target", "float8"])
+def test_the_size_of_a_record_is_known_beforehand(tmp_path: Path, taps: str) -> None:
+    record_everything(tmp_path, taps=taps)
+    manifest = read_manifest(tmp_path)
+    assert manifest.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("shard*"))
+
+
+FLASH = {"dtype": "bfloat16", "hidden_size": 2560, "target_layer_ids": (1, 11, 23, 29, 35)}
+
+
+@pytest.mark.parametrize(("taps", "prompt_kb", "supervised_kb"), [("target", 31, 31), ("float8", 15.6, 18)])
+def test_a_token_of_ling_flash_takes_no_more_than_published(taps: str, prompt_kb: float, supervised_kb: float) -> None:
+    manifest = describe(make_sequences(), **FLASH, taps=taps)
+    size = manifest.sequence_bytes
+    for supervised, kilobytes in ((0, prompt_kb), (1000, supervised_kb)):
+        assert 0.8 * kilobytes < size(1000, supervised) / 1e6 <= kilobytes
+    # A shard of one sequence of that size adds its header and index.
+    one = Manifest(**(manifest.model_dump() | {"shards": [(1, 1000, 900)]}))
+    assert size(1000, 900) < one.num_bytes < size(1000, 900) + 1000
+
+
+def test_fields_follow_each_other_and_begin_where_their_kind_may_begin() -> None:
+    for dtype in ("bfloat16", "float32", "float64"):
+        for taps in ("target", "float8"):
+            manifest = describe(make_sequences(), dtype=dtype, taps=taps)
+            end = 0
+            for span in manifest.fields(7, 3).values():
+                assert span.begin == end
+                assert span.begin % span.dtype.itemsize == 0
+                end = span.end
+            assert end == manifest.sequence_bytes(7, 3)
 
 
 def change(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -41,23 +69,20 @@ def change(tree: dict[str, Any], key: str, value: Any) -> None:
     node: Any = tree
     for parent in parents:
         node = node[int(parent) if isinstance(node, list) else parent]
-    node[leaf] = value
+    node[int(leaf) if isinstance(node, list) else leaf] = value
 
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        (
-            "shards.1.file",
-            "../elsewhere.safetensors",
-            "shards.1.file must be shard-00001.safetensors, got '../elsewhere",
-        ),
-        ("shards.1.file", "/etc/passwd", "shards.1.file must be shard-00001.safetensors, got '/etc/passwd'"),
-        ("shards.1.file", "shard-00000.safetensors", "shards.1.file must be shard-00001.safetensors"),
-        ("shards.0.sha256", "abc", "shards.0.sha256"),
-        ("shards.0.num_tokens", 14, "num_tokens is 72, but the shards add up to 73"),
-        ("num_sequences", 5, "num_sequences is 5, but the shards add up to 7"),
-        ("num_supervised", 3, "num_supervised is 3"),
+        ("shards.1", [1, 2], "shards.1"),
+        ("shards.1.0", -1, "shards.1"),
+        ("shards.1.0", 10**30, "shards.1"),
+        ("shards.1.2", 30, "shards.1: [1, 30, 30] are no numbers of sequences, tokens, predicted ones"),
+        ("shards.0.0", 0, "shards.0: [0, 13, "),
+        ("shards", [], "shards"),
+        ("shards.1", "../elsewhere.safetensors", "shards.1"),
+        ("taps", "int4", "taps"),
         ("format", "dspark-record-9", "format"),
         ("dtype", "int8", "dtype"),
         ("hidden_size", -1, "hidden_size"),
@@ -85,7 +110,7 @@ def test_a_missing_or_torn_manifest_is_refused(record: Path, tmp_path: Path) -> 
         read_manifest(record)
 
 
-def test_the_checksum_is_the_usual_one(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    assert file_sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+def test_shards_have_names_of_their_own() -> None:
     assert shard_name(12) == "shard-00012.safetensors"
+    assert shard_name(123_456) == "shard-123456.safetensors"
+    assert Shard(1, 2, 1) == (1, 2, 1)

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from recorded import contents, describe, make_sequences, record_everything
 
 from dspark.errors import RecordError
 from dspark.record import writer
 from dspark.record.format import MANIFEST_FILE, read_manifest
-from dspark.record.writer import open_writer
+from dspark.record.writer import ShardWriter, start_record
 
 CHILD = """
 import sys, time
@@ -23,39 +22,37 @@ from pathlib import Path
 from recorded import record_everything
 from dspark.record import writer
 
-name, place, calls = sys.argv[2], getattr(writer, sys.argv[2]), 0
+name, calls = sys.argv[2], 0
+place = getattr(writer, name) if name == "put_in_place" else getattr(writer.ShardWriter, name)
 
 def stop(*arguments):
     global calls
     calls += 1
-    if calls < 3:
+    if calls < int(sys.argv[3]):
         return place(*arguments)
-    if name == "save_tensors":
-        place(*arguments)
-        size = arguments[1].stat().st_size
-        with open(arguments[1], "rb+") as file:
-            file.truncate(size // 2)
+    if name == "_write":
+        arguments[0]._file.write(bytes(arguments[1])[:3])
     print("here", flush=True)
     time.sleep(60)
 
-setattr(writer, name, stop)
+setattr(writer if name == "put_in_place" else writer.ShardWriter, name, stop)
 record_everything(Path(sys.argv[1]))
 """
 
 
 @pytest.mark.parametrize(
-    ("place", "num_complete"),
-    [("save_tensors", 2), ("file_sha256", 2), ("write_whole", 1)],
+    ("place", "call", "num_complete"),
+    [("_write", 29, 2), ("finish", 1, 0), ("put_in_place", 4, 3)],
     ids=lambda value: str(value),
 )
 def test_a_run_killed_while_writing_goes_on_to_the_same_bytes(
-    record: Path, tmp_path: Path, place: str, num_complete: int
+    record: Path, tmp_path: Path, place: str, call: int, num_complete: int
 ) -> None:
-    """Killed in the middle of a shard, between a shard and its rename, between a shard and its manifest."""
+    """Killed in the middle of a sequence, before a shard's index, and between a shard and its name."""
     killed = tmp_path / "killed"
     folders = [Path(__file__).parent.parent, Path(__file__).parent.parent.parent]
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(killed), place],
+        [sys.executable, "-c", CHILD, str(killed), place, str(call)],
         env=os.environ | {"PYTHONPATH": ":".join(map(str, folders))},
         stdout=subprocess.PIPE,
     )
@@ -64,10 +61,10 @@ def test_a_run_killed_while_writing_goes_on_to_the_same_bytes(
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    assert len(read_manifest(killed).shards) == num_complete
-    assert contents(killed) != contents(record)
-    num_kept = sum(shard.num_sequences for shard in read_manifest(killed).shards)
-    assert record_everything(killed) == 7 - num_kept
+    assert len(list(killed.glob("shard-*"))) == num_complete
+    assert list(killed.glob(".shard-*.partial"))
+    assert list(killed.glob(".shard-*.lease"))
+    assert record_everything(killed) == 7 - read_manifest(record).starts[num_complete]
     assert contents(killed) == contents(record)
 
 
@@ -102,6 +99,8 @@ def test_a_damaged_shard_is_written_again_to_the_same_bytes(record: Path, damage
         ("temperature", 0.7),
         ("answers", "given"),
         ("shard_tokens", 21),
+        ("taps", "float8"),
+        ("seed", 5),
     ],
 )
 def test_a_record_of_something_else_is_refused_and_nothing_is_lost(record: Path, key: str, value: Any) -> None:
@@ -121,28 +120,34 @@ def test_another_path_to_the_target_or_newer_packages_may_go_on(record: Path) ->
     assert contents(record) == before
 
 
+def test_other_texts_are_told_by_their_shards(record: Path) -> None:
+    with pytest.raises(RecordError, match="4 shards there and 2 now, or of other sizes"):
+        start_record(record, describe(make_sequences((9, 4, 9))))
+
+
 def test_a_full_disk_is_foreseen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(writer, "disk_usage", lambda _: usage(2000, 0, 2000))
+    monkeypatch.setattr(writer, "disk_usage", lambda _: usage(2900, 0, 2900))
     with pytest.raises(RecordError, match=r"needs about .* GB more, .* GB are free"):
-        open_writer(tmp_path / "record", describe(make_sequences()))
+        start_record(tmp_path / "record", describe(make_sequences()))
     assert contents(tmp_path / "record") == {}
+    start_record(tmp_path / "record", describe(make_sequences()), capacity_shards=1)
 
 
 def test_a_disk_that_fails_keeps_what_is_complete(
     tmp_path: Path, record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, save_tensors, calls = tmp_path / "failing", writer.save_tensors, 0
+    folder, write, calls = tmp_path / "failing", ShardWriter._write, 0
 
-    def fails(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def fails(self: ShardWriter, content: Any) -> None:
         nonlocal calls
         calls += 1
-        save_tensors(tensors, path)
-        if calls == 3:
+        if calls == 29:
             raise OSError(28, "No space left on device")
+        write(self, content)
 
-    monkeypatch.setattr(writer, "save_tensors", fails)
-    with pytest.raises(RecordError, match=r"shard-00002.*No space left on device.*2 shards are complete and stay"):
+    monkeypatch.setattr(ShardWriter, "_write", fails)
+    with pytest.raises(RecordError, match=r"shard-00002.*No space left on device.*shards that are complete stay"):
         record_everything(folder)
     assert sorted(contents(folder)) == [MANIFEST_FILE, "shard-00000.safetensors", "shard-00001.safetensors"]
     assert record_everything(folder) == 4

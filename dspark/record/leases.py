@@ -1,0 +1,79 @@
+"""Who records which shard: a file beside each, so that machines that share nothing but the folder do not repeat work.
+
+What is written does not depend on it: two recorders of one shard write the same bytes, and each file appears whole.
+"""
+
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from dspark.record.format import shard_name
+
+LEASE_SECONDS = 120.0
+"""A lease that nobody touched for so long is its holder's no more."""
+
+
+class Leases:
+    """The leases in a record's folder as one process sees them.
+
+    A holder touches its lease while it works. Others read no clock but their own: they note when they saw a lease
+    change last, and take it over when that is ``seconds`` ago, at once where its holder was a process of this machine.
+    """
+
+    def __init__(self, folder: Path, seconds: float = LEASE_SECONDS) -> None:
+        self.folder, self.seconds, self.name = folder, seconds, writer_name()
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def take(self, index: int) -> bool:
+        """Whether the shard is this process's to record now."""
+        path = self._path(index)
+        if self._is_expired(index, path):
+            path.unlink(missing_ok=True)
+        try:
+            path.symlink_to(self.name)  # the one way to make a name and what it says at once
+        except FileExistsError:
+            return False
+        return True
+
+    def touch(self, index: int) -> None:
+        """Say that the shard is being worked on."""
+        with suppress(FileNotFoundError):  # taken over: who did so writes the same bytes
+            os.utime(self._path(index), follow_symlinks=False)
+
+    def release(self, index: int) -> None:
+        """Give the shard back, finished or not."""
+        self._path(index).unlink(missing_ok=True)
+
+    def _is_expired(self, index: int, path: Path) -> bool:
+        try:
+            changed, holder = path.lstat().st_mtime_ns, str(path.readlink())
+        except FileNotFoundError:
+            return False
+        host, _, process = holder.rpartition("-")
+        if host == self.name.rpartition("-")[0] and process.isdigit() and not is_running(int(process)):
+            return True
+        now = time.monotonic()
+        if self._seen.get(index, (0, 0.0))[0] != changed:
+            self._seen[index] = (changed, now)
+        return now - self._seen[index][1] >= self.seconds
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f".{shard_name(index)}.lease"
+
+
+def writer_name() -> str:
+    """Of this process among those that write into a folder that machines share."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def is_running(process_id: int) -> bool:
+    """Whether a process of this machine is there."""
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
