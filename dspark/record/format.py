@@ -53,9 +53,9 @@ class Manifest(Section):
     dtype: Literal["bfloat16", "float32", "float64"]
     answers: Literal["target", "given"]
     """Whether the supervised words are the target's own, or stood in the data."""
-    is_thinking: bool
-    temperature: float | None
-    """At which the target's own words were drawn, without top-p or top-k."""
+    thinking: tuple[bool, ...]
+    temperatures: tuple[float, ...]
+    """At which the target's own words were drawn, without top-p or top-k; none where they stood in the data."""
     text_sha256: Sha256
     """Over the ids and loss masks of all sequences."""
     num_sequences: Annotated[int, Field(ge=1)]
