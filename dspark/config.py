@@ -33,6 +33,12 @@ def _refuse_secrets(url: str) -> str:
     return url.rstrip("/")
 
 
+def _check_values(**lists: tuple[Any, ...]) -> None:
+    for name, values in lists.items():
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} must differ from each other, got {list(values)}")
+
+
 IsNumber = BeforeValidator(_refuse_truth)
 PositiveInt = Annotated[int, Field(ge=1, lt=2**63), IsNumber]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), IsNumber]
@@ -69,10 +75,12 @@ class DataSection(Section):
     describes a mixture (``dspark.data.mixture``)."""
     split: str = "train"
     max_conversations: PositiveInt | None = None
-    temperature: NonNegativeFloat = 1.0
+    temperatures: tuple[NonNegativeFloat, ...] = (1.0,)
+    thinking: tuple[bool, ...] = (False,)
+    """Every prompt is answered once at every temperature, with and without thinking as this says; probes, and eval
+    unless told otherwise, ask as the first says."""
     max_response_tokens: PositiveInt = 2048
     generation_batch_size: PositiveInt = 64
-    is_thinking: bool = False
     endpoints: tuple[BaseUrl, ...] = ()
     """Base addresses of OpenAI-compatible servers of the target; none: the target answers in process."""
     served_model: str = ""
@@ -86,8 +94,11 @@ class DataSection(Section):
     def _check(self) -> Self:
         if self.endpoints and not self.served_model:
             raise ValueError("served_model is missing: the name under which the endpoints serve the target")
-        if self.endpoint_route == "chat/completions" and self.is_thinking:
-            raise ValueError("is_thinking needs endpoint_route completions, whose ids hold the thoughts in their place")
+        _check_values(temperatures=self.temperatures, thinking=self.thinking)
+        if not (self.temperatures and self.thinking):
+            raise ValueError("temperatures and thinking must each hold a value, or nothing is asked")
+        if self.endpoint_route == "chat/completions" and any(self.thinking):
+            raise ValueError("thinking needs endpoint_route completions, whose ids hold the thoughts in their place")
         return self
 
 
@@ -227,9 +238,7 @@ class EvalSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, values in (("tasks", self.tasks), ("temperatures", self.temperatures)):
-            if len(set(values)) < len(values):
-                raise ValueError(f"{name} must differ from each other, got {list(values)}")
+        _check_values(tasks=self.tasks, temperatures=self.temperatures)
         return self
 
 

@@ -24,7 +24,7 @@ def describe_origin(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizer
         "target_fingerprint": target_fingerprint(folder),
         "tokenizer_fingerprint": tokenizer_fingerprint(folder),
         "template_fingerprint": template_fingerprint(tokenizer) if tokenizer.chat_template else None,
-        "is_thinking": run.data.is_thinking,
+        "thinking": run.data.thinking,
         "dtype": run.target.dtype,
         "versions": {"commit": commit()} | versions(),
     }

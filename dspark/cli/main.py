@@ -33,11 +33,12 @@ dspark demo --config my-demo.yaml
     prepare: """
 dspark prepare --config configs/nano.yaml
 dspark prepare --config configs/nano.yaml --set data.max_conversations=10 --set record.folder=runs/trial
+dspark prepare --config configs/nano.yaml --show 3
+dspark prepare --config RUN.yaml --as-given --leave-out-unusable
 dspark prepare --config RUN.yaml --set "data.endpoints=[http://host:8000/v1]" --set data.served_model=NAME
 """,
     record: """
 dspark record --config configs/nano.yaml
-dspark record --config configs/nano.yaml --as-given
 """,
     evaluate: """
 dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks heldout

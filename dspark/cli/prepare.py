@@ -1,36 +1,61 @@
 """``dspark prepare``: the target answers the prompts of a run."""
 
+import hashlib
+import json
 import os
 import random
-from collections.abc import Sequence
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerFast
 
 from dspark.cli.identity import describe_origin
 from dspark.cli.mixing import prompt_sources
-from dspark.cli.terminal import DEFAULT_DEVICE, Device, answer_progress
-from dspark.config import load_run
-from dspark.data.chat import ChatFormat, check_length, digest, encode_prompt
-from dspark.data.conversations import Conversation, encode_each, read_conversations
+from dspark.cli.terminal import DEFAULT_DEVICE, Device, answer_progress, count_progress
+from dspark.config import RunConfig, load_run
+from dspark.data.chat import ChatFormat, check_length, encode_conversation, encode_prompt
+from dspark.data.conversations import Conversation, encode_each, parse_conversation, stream_rows
 from dspark.data.endpoints import EndpointAsker, Patience
-from dspark.data.responses import RESPONSES_FILE, Ask, Prompt, ResponsesHeader, in_batches, write_responses
+from dspark.data.prompts import ASKED_FILE, Prompt, Prompts, open_prompts
+from dspark.data.responses import (
+    RESPONSES_FILE,
+    Ask,
+    ResponsesHeader,
+    Row,
+    given_row,
+    in_batches,
+    known_header,
+    response_rows,
+    write_responses,
+)
 from dspark.decode.generation import generate
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.errors import ConfigError, PromptError
-from dspark.files import claim
+from dspark.files import claim, file_sha256
 from dspark.target.loading import load_target, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer, stop_token_ids
 from dspark.types import Target
+
+HOW_ASKED = {"endpoints", "served_model", "concurrency", "generation_batch_size"}
+"""Of data, what has no part in the prompts."""
+ANSWERED = ("stop", "length", "loop", "failed", "retokenised")
 
 
 def prepare(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
+    as_given: Annotated[
+        bool, typer.Option("--as-given", help="Take data.sources with the answers they hold; the target is not asked.")
+    ] = False,
+    show: Annotated[int, typer.Option(min=0, help="Print the first so many conversations, and ask nothing.")] = 0,
     leave_out_unusable: Annotated[
         bool, typer.Option("--leave-out-unusable", help="Go on without the prompts that cannot be used.")
     ] = False,
@@ -42,70 +67,143 @@ def prepare(
     record.folder/prompts. With data.endpoints, servers of the target answer; the environment's DSPARK_API_KEY is their
     key. A failed try is made again; after 30 failures in a row at every endpoint, some 20 minutes, the run ends.
     """
-    run = load_run(config, tuple(overrides or ()))
+    run, console = load_run(config, tuple(overrides or ())), Console(soft_wrap=True, highlight=False)
     folder = locate_target(run.target.path)
-    tokenizer, stops = load_tokenizer(folder), stop_token_ids(folder)
-    chat = ChatFormat(tokenizer, stops, run.data.is_thinking)
-    api_key, is_served = read_api_key(), bool(run.data.endpoints)
+    tokenizer, stops, api_key = load_tokenizer(folder), stop_token_ids(folder), read_api_key()
+    chats = [ChatFormat(tokenizer, stops, is_thinking) for is_thinking in run.data.thinking]
+    encode = partial(given_rows if as_given else asked_prompts, run, chats)
+    sources, path, counts = prompt_sources(run), run.record.folder / RESPONSES_FILE, Counter[str]()
+    raw = stream_rows(sources, run.data.split, run.data.max_conversations)
+    encoded = encode_each(raw, lambda row: encode(parse_conversation(*row)), counts, is_leaving_out=leave_out_unusable)
+    if show:
+        shown: Iterable[Prompt] = response_rows(path) if path.is_file() else chain.from_iterable(encoded)
+        for row in islice(shown, show):
+            console.print(describe_row(tokenizer, row))
+        return
+    origin, is_served = describe_origin(run, folder, tokenizer), bool(run.data.endpoints) and not as_given
+    said = [run.data.model_dump(mode="json", exclude=HOW_ASKED), run.record.max_tokens, as_given, leave_out_unusable]
+    said += [file_sha256(Path(source)) if Path(source).is_file() else source for source in sources]
+    said += [origin["tokenizer_fingerprint"], origin["template_fingerprint"], stops]
+    asked_from = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    with claim(run.record.folder):
+        model, known = Row if as_given else Prompt, known_header(path, asked_from)
+        if known and path.is_file():
+            prompts = Prompts(Path(os.devnull), model)  # nothing is left to be asked
+        else:
+            prompts = open_prompts(
+                path.with_name(ASKED_FILE), told(encoded), model, known.prompts_sha256 if known else None
+            )
+        made = {"prompts_sha256": prompts.sha256, "num_prompts": len(prompts), "num_left_out": counts["left out"]}
+        header = ResponsesHeader(
+            **origin | (known.model_dump(include=set(made)) if known and not counts else made),
+            asked_from=asked_from,
+            answers="given" if as_given else "target",
+            temperatures=() if as_given else run.data.temperatures,
+            max_response_tokens=run.data.max_response_tokens,
+            generation_batch_size=1 if is_served else run.data.generation_batch_size,
+            served_as=f"{run.data.endpoint_route} of {run.data.served_model}" if is_served else None,
+            stop_token_ids=stops,
+            seed=run.seed,
+        )
+        failures = list[str]()
+        with answer_progress(header.num_prompts, failures) as on_rows:
+            ask = in_process(run, folder, prompts, header, device)
+            if is_served:
+                on_failure = partial(tell_failure, failures, on_rows)
+                ask = at_endpoints(run, folder, chats[0], prompts, header, on_failure, api_key, leave_out_unusable)
+            kinds = write_responses(ask, tokenizer, prompts, header, path, on_rows)
+    told_kinds = ", ".join(f"{kinds[name]} {name}" for name in (("given",) if as_given else ANSWERED))
+    notes = {
+        "conversations left out": header.num_left_out,
+        "failed tries": len(failures) and f"{len(failures)}, the last at {failures[-1]}",
+    }
+    line = f"{kinds['rows'] - kinds['failed']} responses in {path}: {told_kinds}"
+    console.print(line + "".join(f"; {name}: {value}" for name, value in notes.items() if value), markup=False)
 
-    def encode(conversation: Conversation) -> Prompt:
-        if is_served and run.data.endpoint_route == "chat/completions" and conversation.text is not None:
-            raise PromptError(f"{conversation.place}: plain text; data.endpoint_route chat/completions needs messages")
-        ids_T = encode_prompt(chat, conversation)
-        check_length(conversation.place, len(ids_T) + run.data.max_response_tokens, run.record.max_tokens)
-        return Prompt(conversation, ids_T)
 
-    conversations = read_conversations(prompt_sources(run), run.data.split, run.data.max_conversations)
-    prompts = encode_each(conversations, encode, is_leaving_out=leave_out_unusable)
-    prompts.sort(key=lambda prompt: len(prompt.ids_T), reverse=True)  # batches of one length; the longest run first
-    header = ResponsesHeader(
-        **describe_origin(run, folder, tokenizer),
-        prompts_sha256=digest(prompt.ids_T for prompt in prompts),
-        num_prompts=len(prompts),
-        num_left_out=len(conversations) - len(prompts),
-        temperature=run.data.temperature,
-        max_response_tokens=run.data.max_response_tokens,
-        generation_batch_size=1 if is_served else run.data.generation_batch_size,
-        served_as=f"{run.data.endpoint_route} of {run.data.served_model}" if is_served else None,
-        stop_token_ids=stops,
-        seed=run.seed,
-    )
-    sampling = Sampling(run.data.temperature, run.data.max_response_tokens, stops)
+def told(rows: Iterable[Any]) -> Iterator[Any]:
+    """The same rows, counted on the terminal."""
+    with count_progress("prompts", None) as on_row:
+        for row in rows:
+            on_row()
+            yield row
+
+
+def asked_prompts(run: RunConfig, chats: Sequence[ChatFormat], conversation: Conversation) -> list[Prompt]:
+    """A conversation with and without thinking, at every temperature, as data says. Raises: PromptError."""
+    if run.data.endpoints and run.data.endpoint_route == "chat/completions" and conversation.text is not None:
+        raise PromptError(f"{conversation.place}: plain text; data.endpoint_route chat/completions needs messages")
+    found = []
+    for chat in chats:
+        ids = encode_prompt(chat, conversation).tolist()
+        check_length(conversation.place, len(ids) + run.data.max_response_tokens, run.record.max_tokens)
+        for temperature in run.data.temperatures:
+            found.append(Prompt.of(conversation, ids, is_thinking=chat.is_thinking, temperature=temperature))
+    return found
+
+
+def given_rows(run: RunConfig, chats: Sequence[ChatFormat], conversation: Conversation) -> list[Row]:
+    """A conversation with the answers that it holds, with and without thinking as data says. Raises: PromptError."""
+    found = []
+    for chat in chats:
+        encoded = encode_conversation(chat, conversation)
+        check_length(conversation.place, len(encoded.ids_T), run.record.max_tokens)
+        found.append(given_row(chat, conversation, encoded))
+    return found
+
+
+def in_process(run: RunConfig, folder: Path, prompts: Prompts[Prompt], header: ResponsesHeader, device: str) -> Ask:
+    """The target answers here; it is loaded when it is first asked."""
 
     @cache
     def target() -> Target[Any]:
         return load_target(folder, dtype=getattr(torch, run.target.dtype), device=device)
 
-    def answer(ids: Sequence[torch.Tensor], first_row: int) -> list[torch.Tensor]:
-        uniforms = [row_uniforms(run.seed, first_row + row) for row in range(len(ids))]
+    def answer(asked: Sequence[Prompt], rows: Sequence[int]) -> list[torch.Tensor]:
+        sampling = Sampling(asked[0].temperature or 0.0, header.max_response_tokens, header.stop_token_ids)
+        ids, uniforms = [torch.tensor(prompt.prompt_ids) for prompt in asked], [row_uniforms(run.seed, r) for r in rows]
         return generate(target(), ids, sampling, uniforms)
 
-    path, failures = run.record.folder / RESPONSES_FILE, list[str]()
-    with claim(run.record.folder), answer_progress(len(prompts), failures) as on_rows:
+    return in_batches(answer, prompts, header.generation_batch_size)
 
-        def on_failure(reason: str) -> None:
-            failures.append(reason)
-            on_rows(0, 0)
-            if len(failures) == 10 ** (len(str(len(failures))) - 1):  # the first, the tenth, ...
-                Console(stderr=True, soft_wrap=True).print(f"failed try {len(failures)}: {reason}", markup=False)
 
-        ask: Ask = in_batches(answer, prompts, header.generation_batch_size)
-        if is_served:
-            facts, jitter = target_facts(folder), random.Random(run.seed)
-            patience = Patience(300 + run.data.max_response_tokens / 5)  # a queue, then five tokens a second
-            ids = (facts.vocab_size, facts.eos_token_id)
-            ask = EndpointAsker(
-                run.data, chat, prompts, header, *ids, patience, jitter, on_failure, api_key, leave_out_unusable
-            )
-        kinds = write_responses(ask, tokenizer, prompts, header, path, on_rows)
-    notes = {
-        "prompts left out": header.num_left_out + kinds["failed"],
-        "encoded from text (is_retokenised)": kinds["retokenised"],
-        "failed tries": len(failures) and f"{len(failures)}, the last at {failures[-1]}",
-    }
-    line = f"{len(prompts) - kinds['failed']} responses in {path}"
-    line += "".join(f"; {name}: {value}" for name, value in notes.items() if value)
-    Console(soft_wrap=True).print(line, highlight=False, markup=False)
+def at_endpoints(
+    run: RunConfig,
+    folder: Path,
+    chat: ChatFormat,
+    prompts: Prompts[Prompt],
+    header: ResponsesHeader,
+    on_failure: Callable[[str], None],
+    api_key: str,
+    is_leaving_out: bool,
+) -> Ask:
+    """Servers of the target answer."""
+    facts, jitter = target_facts(folder), random.Random(run.seed)
+    patience = Patience(300 + run.data.max_response_tokens / 5)  # a queue, then five tokens a second
+    ids = (facts.vocab_size, facts.eos_token_id)
+    return EndpointAsker(run.data, chat, prompts, header, *ids, patience, jitter, on_failure, api_key, is_leaving_out)
+
+
+def tell_failure(failures: list[str], on_rows: Callable[[int, int], None], reason: str) -> None:
+    """Remember a failed try, and print the first, the tenth, ..."""
+    failures.append(reason)
+    on_rows(0, 0)
+    if len(failures) == 10 ** (len(str(len(failures))) - 1):
+        Console(stderr=True, soft_wrap=True).print(f"failed try {len(failures)}: {reason}", markup=False)
+
+
+def describe_row(tokenizer: PreTrainedTokenizerFast, row: Prompt) -> Text:
+    """A conversation as the target reads it; what is to be predicted is bold green, what is only read is dim."""
+    ids, spans, said = row.prompt_ids, list[tuple[int, int]](), "not answered yet"
+    if isinstance(row, Row):
+        ids, spans, said = ids + row.response_ids, row.spans, row.finish_reason
+    how = f"thinking {'on' if row.is_thinking else 'off'}"
+    how += "" if row.temperature is None else f", temperature {row.temperature:g}"
+    shown = Text(f"{row.source}:{row.index}, {how}: {said}\n", "bold")
+    edges = [0, *chain.from_iterable(spans), len(ids)]
+    for number, (begin, end) in enumerate(pairwise(edges)):
+        shown.append(str(tokenizer.decode(ids[begin:end])), "not bold dim" if number % 2 == 0 else "bold green")
+    return shown.append("\n")
 
 
 def read_api_key() -> str:

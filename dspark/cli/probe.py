@@ -35,7 +35,7 @@ def load_probe(run: RunConfig, device: torch.device) -> Probe:
     """
     folder = locate_target(run.target.path)
     stop_ids, dtype = target_facts(folder).stop_token_ids, getattr(torch, run.target.dtype)
-    chat = ChatFormat(load_tokenizer(folder), stop_ids, run.data.is_thinking)
+    chat = ChatFormat(load_tokenizer(folder), stop_ids, run.data.thinking[0])
     task = run.eval.tasks[0]
     prompts = tuple(encode_prompt(chat, each) for each in load_task(task, run.train.probe_prompts))
     check_room(folder, dtype, device)

@@ -1,9 +1,6 @@
 """``dspark record``: the target reads its own responses, and what it says is stored."""
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,19 +8,15 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
-from transformers import PreTrainedTokenizerFast
 
 from dspark.cli.identity import describe_origin
-from dspark.cli.mixing import prompt_sources
 from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
 from dspark.config import RunConfig, load_run
-from dspark.data.chat import ChatFormat, Encoded, check_length, digest, encode_conversation
-from dspark.data.conversations import encode_each, read_conversations
-from dspark.data.responses import RESPONSES_FILE, read_header, read_responses
+from dspark.data.chat import Encoded
+from dspark.data.responses import RESPONSES_FILE, Responses, ResponsesHeader, open_responses, read_header
 from dspark.errors import DraftMismatchError, RecordError
 from dspark.files import claim
-from dspark.record.capture import capture, check_ids
+from dspark.record.capture import capture
 from dspark.record.checking import check_shards
 from dspark.record.format import Manifest
 from dspark.record.reader import RecordReader
@@ -32,15 +25,10 @@ from dspark.target.loading import TargetFacts, load_target, locate_target, targe
 from dspark.target.tokenizer import load_tokenizer
 from dspark.types import Target
 
-SHOWN_TOKENS = 300
-
 
 def record(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
-    as_given: Annotated[
-        bool, typer.Option("--as-given", help="Record data.sources with the answers they hold, not the target's own.")
-    ] = False,
     leave_out_unusable: Annotated[
         bool, typer.Option("--leave-out-unusable", help="Go on without the conversations that cannot be used.")
     ] = False,
@@ -57,17 +45,13 @@ def record(
     check_draft(run, facts)
     tokenizer = load_tokenizer(folder)
     origin = describe_origin(run, folder, tokenizer)
-    if as_given:
-        chat = ChatFormat(tokenizer, facts.stop_token_ids, run.data.is_thinking)
-        sequences = read_given(run, chat, leave_out_unusable)
-    else:
-        sequences = read_answered(run, origin, leave_out_unusable)
-    check_ids(sequences, facts.vocab_size)
-    description = describe(run, facts, origin, sequences, as_given)
+    header = read_prepared(run, origin)
+    limits = {"max_tokens": run.record.max_tokens, "vocab_size": facts.vocab_size}
+    sequences = open_responses(run.record.folder / RESPONSES_FILE, header, **limits, is_leaving_out=leave_out_unusable)
+    description = describe(run, facts, origin, sequences, header)
     with claim(run.record.folder):
         writer = open_writer(run.record.folder, description)
         console = Console(soft_wrap=True, highlight=False)
-        console.print(show(tokenizer, sequences[0]))
         size = f"{description.num_tokens} tokens, {description.num_supervised} to predict"
         console.print(f"{len(sequences)} sequences, {size}, about {description.num_bytes / 1e9:.2f} GB", markup=False)
         layers = run.draft.target_layer_ids
@@ -112,34 +96,23 @@ def check_draft(run: RunConfig, facts: TargetFacts) -> None:
         raise DraftMismatchError(f"{run.name}: {'; '.join(wrong)}; mend the draft section for {run.target.path}")
 
 
-def read_given(run: RunConfig, chat: ChatFormat, is_leaving_out: bool) -> list[Encoded]:
-    """The conversations of data.sources with the answers they hold. Raises: PromptError."""
-    conversations = read_conversations(prompt_sources(run), run.data.split, run.data.max_conversations)
-    encode = partial(_fitting, run.record.max_tokens)
-    return encode_each(conversations, lambda row: encode(encode_conversation(chat, row)), is_leaving_out=is_leaving_out)
-
-
-def _fitting(max_tokens: int, encoded: Encoded) -> Encoded:
-    check_length(encoded.place, len(encoded.ids_T), max_tokens)
-    return encoded
-
-
-def read_answered(run: RunConfig, origin: dict[str, Any], is_leaving_out: bool) -> list[Encoded]:
-    """The target's own responses. Raises: RecordError when they were made by another target or setting; PromptError."""
+def read_prepared(run: RunConfig, origin: dict[str, Any]) -> ResponsesHeader:
+    """The header of the responses. Raises: RecordError when they were made by another target or setting."""
     path = run.record.folder / RESPONSES_FILE
     header = read_header(path)
-    same = ("target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "is_thinking")
-    expected = {key: origin[key] for key in same} | {"temperature": run.data.temperature, "seed": run.seed}
+    same = ("target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "thinking")
+    expected = {key: origin[key] for key in same}
+    if header.answers == "target":
+        expected |= {"temperatures": run.data.temperatures, "seed": run.seed}
     made = header.model_dump()
     wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
     if wrong:
         raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
-    fitting = partial(_fitting, run.record.max_tokens)
-    return encode_each(read_responses(path, header), fitting, is_leaving_out=is_leaving_out)
+    return header
 
 
 def describe(
-    run: RunConfig, facts: TargetFacts, origin: dict[str, Any], sequences: Sequence[Encoded], is_given: bool
+    run: RunConfig, facts: TargetFacts, origin: dict[str, Any], responses: Responses, header: ResponsesHeader
 ) -> Manifest:
     """The manifest of the record to come, without shards."""
     return Manifest(
@@ -147,21 +120,11 @@ def describe(
         target_layer_ids=run.draft.target_layer_ids,
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
-        answers="given" if is_given else "target",
-        temperature=None if is_given else run.data.temperature,
-        text_sha256=digest(part for sequence in sequences for part in (sequence.ids_T, sequence.loss_mask_T)),
-        num_sequences=len(sequences),
-        num_tokens=sum(len(sequence.ids_T) for sequence in sequences),
-        num_supervised=sum(sequence.num_supervised for sequence in sequences),
+        answers=header.answers,
+        temperatures=header.temperatures,
+        text_sha256=responses.text_sha256,
+        num_sequences=len(responses),
+        num_tokens=int(responses.num_tokens_S.sum()),
+        num_supervised=int(responses.num_supervised_S.sum()),
         shard_tokens=run.record.shard_tokens,
     )
-
-
-def show(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> Text:
-    """The first tokens of a sequence; what is to be predicted is bold green, what is only read is dim."""
-    shown = Text("The first sequence, what is to be predicted in green:\n")
-    tokens = zip(encoded.ids_T[:SHOWN_TOKENS].tolist(), encoded.loss_mask_T.tolist(), strict=False)
-    for is_supervised, run in groupby(tokens, key=itemgetter(1)):
-        text = tokenizer.decode([token for token, _ in run])
-        shown.append(str(text), style="bold green" if is_supervised else "dim")
-    return shown

@@ -5,8 +5,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from dspark.data.conversations import Conversation
@@ -116,9 +118,20 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """SHA-256 over the lengths and contents of tensors [T]: equal exactly for equal ids (or masks) in equal order."""
     sha256 = hashlib.sha256()
     for tensor in tensors:
-        sha256.update(len(tensor).to_bytes(8, "little"))
-        sha256.update(tensor.numpy().tobytes())
+        add_to_digest(sha256, tensor.numpy())
     return sha256.hexdigest()
+
+
+def add_to_digest(sha256: "hashlib._Hash", values_T: NDArray[Any]) -> None:
+    """Take the next array [T] (ids in int64, masks in bool) into a ``digest``."""
+    sha256.update(len(values_T).to_bytes(8, "little"))
+    sha256.update(np.ascontiguousarray(values_T).data)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Collection[int]) -> frozenset[int]:
+    """Ids that are no words: special tokens and those that end a turn."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token for token, said in added if said.special).union(stop_token_ids)
 
 
 def _pieces(chat: ChatFormat, conversation: Conversation) -> list[tuple[str, bool]]:
@@ -171,7 +184,11 @@ def _render(
         raise PromptError(f"{conversation.place}: the target has no chat template; give it rows with plain 'text'")
     try:
         text = chat.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=is_open, enable_thinking=chat.is_thinking
+            list(messages),
+            tools=list(conversation.tools) or None,
+            tokenize=False,
+            add_generation_prompt=is_open,
+            enable_thinking=chat.is_thinking,
         )
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise PromptError(f"{conversation.place}: the chat template refuses the messages: {error}") from error

@@ -1,6 +1,7 @@
 """Conversations and plain text read from JSONL, parquet and hub data sets."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,8 +21,8 @@ _NUM_NAMED = 3
 @dataclass(frozen=True)
 class Conversation:
     """Either the messages of a chat or one plain text, and the row (``index``, from 1) of ``source`` that it came from.
-    Each message holds at least ``role`` and ``content``, both text; other keys reach the chat template untouched.
-    ``later_turns``: what the user says after the target's own answer, and after the next one.
+    Each message holds at least ``role`` and ``content``, both text; other keys reach the chat template untouched, as
+    ``tools`` do. ``later_turns``: what the user says after the target's own answer, and after the next one.
     """
 
     source: str
@@ -29,6 +30,7 @@ class Conversation:
     messages: tuple[dict[str, Any], ...] = ()
     text: str | None = None
     later_turns: tuple[str, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def place(self) -> str:
@@ -42,51 +44,71 @@ def read_conversations(sources: Sequence[str], split: str, limit: int | None = N
     A source ending in ``.jsonl`` or ``.parquet`` is a file; any other is a hub data set, of which ``split`` is read. A
     row holds ``messages`` (or ``conversations`` with from and value), or a ``prompt`` (one user message), or ``turns``
     (several, each said after the target's answer to the one before), or plain ``text``; the first of these that is
-    present counts.
+    present counts. Beside them a list of ``tools`` may stand.
     Raises: PromptError naming source and line for a missing file, a row that is not JSON, or a row without text.
     """
+    return [parse_conversation(*row) for row in stream_rows(sources, split, limit)]
+
+
+def stream_rows(sources: Sequence[str], split: str, limit: int | None = None) -> Iterator[tuple[str, int, Any]]:
+    """The same rows one by one, as ``parse_conversation`` takes them. Raises: PromptError for a source that cannot be
+    read, or when there is no row.
+    """
     rows = ((source, index, row) for source in sources for index, row in source_rows(source, split))
-    found = [parse_conversation(source, index, row) for source, index, row in islice(rows, limit)]
-    if not found:
+    row = None
+    for row in islice(rows, limit):
+        yield row
+    if row is None:
         raise PromptError(f"{', '.join(sources) or 'data.sources'}: found no conversation; {_EXPECTED}")
-    return found
 
 
 def encode_each(
-    rows: Sequence[RowT], encode: Callable[[RowT], EncodedT], *, is_leaving_out: bool = False
-) -> list[EncodedT]:
-    """``encode`` of every row; those it refuses with a PromptError are refused together, or left out when asked.
+    rows: Iterable[RowT], encode: Callable[[RowT], EncodedT], counts: Counter[str], *, is_leaving_out: bool = False
+) -> Iterator[EncodedT]:
+    """``encode`` of every row; those it refuses with a PromptError are refused together, or left out when asked, and
+    ``counts`` (rows, left out) tells how many.
     Raises: PromptError naming the first unusable rows and their number; with ``is_leaving_out`` if nothing is left.
     """
-    encoded, errors = [], []
+    errors = list[PromptError]()
     for row in rows:
+        counts["rows"] += 1
         try:
-            encoded.append(encode(row))
+            encoded = encode(row)
         except PromptError as error:
-            errors.append(error)
-    if errors and not (is_leaving_out and encoded):
-        named = "\n  ".join(str(error) for error in errors[:_NUM_NAMED])
-        more = f"\n  and {len(errors) - _NUM_NAMED} more" if len(errors) > _NUM_NAMED else ""
+            errors += [error][: _NUM_NAMED - len(errors)]
+            counts["left out"] += 1
+            continue
+        if is_leaving_out or not errors:
+            yield encoded
+    if errors and not (is_leaving_out and counts["rows"] > counts["left out"]):
+        number, named = counts["left out"], "\n  ".join(str(error) for error in errors)
+        more = f"\n  and {number - _NUM_NAMED} more" if number > _NUM_NAMED else ""
         raise PromptError(
-            f"{len(errors)} of {len(rows)} conversations cannot be used:\n  {named}{more}\n"
+            f"{number} of {counts['rows']} conversations cannot be used:\n  {named}{more}\n"
             "Mend these rows, or run again with --leave-out-unusable to go on without them."
         )
-    return encoded
 
 
 def source_rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
-    """The rows of a file, or of a split of a hub data set, numbered from 1. Raises: PromptError, see above."""
-    is_file = Path(source).suffix in {".jsonl", ".parquet"}
-    if not is_file and Path(source).is_file():
-        raise PromptError(f"{source}: prompts are read from files ending in .jsonl or .parquet; give it that name")
-    return read_rows(source) if is_file else enumerate(_hub_rows(source, split), 1)
+    """The rows of a file, or of a split of a hub data set, numbered from 1 as lines are. A line that is not JSON is a
+    PromptError, which ``parse_conversation`` raises. Raises: PromptError for a source that cannot be read.
+    """
+    path = Path(source)
+    if path.suffix not in {".jsonl", ".parquet"}:
+        if path.is_file():
+            raise PromptError(f"{source}: prompts are read from files ending in .jsonl or .parquet; give it that name")
+        return enumerate(_hub_rows(source, split), 1)
+    if not path.is_file():
+        raise PromptError(f"{source}: no such file; give a .jsonl or .parquet file, or the name of a hub data set")
+    return _json_rows(source) if path.suffix == ".jsonl" else enumerate(_parquet_rows(source), 1)
 
 
-def read_rows(path: str) -> Iterable[tuple[int, Any]]:
-    """The rows of a .jsonl or .parquet file, numbered from 1 as its lines are. Raises: PromptError with the place."""
-    if not Path(path).is_file():
-        raise PromptError(f"{path}: no such file; give a .jsonl or .parquet file, or the name of a hub data set")
-    return _json_rows(path) if Path(path).suffix == ".jsonl" else enumerate(_parquet_rows(path), 1)
+def read_rows(path: str) -> Iterator[tuple[int, Any]]:
+    """The rows of a .jsonl or .parquet file. Raises: PromptError with the place, also for a line that is not JSON."""
+    for index, row in source_rows(path, ""):
+        if isinstance(row, PromptError):
+            raise row
+        yield index, row
 
 
 def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
@@ -97,10 +119,15 @@ def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
             try:
                 row = json.loads(line)
                 if b"\\ud" in line.lower():
-                    json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
-                yield index, row
+                    json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = str(error.object)[error.start : error.end]
+                row = PromptError(
+                    f"{source}:{index}: holds half a surrogate pair ({half!a}), which is no text; mend it"
+                )
             except (ValueError, RecursionError) as error:
-                raise PromptError(f"{source}:{index}: not valid JSON ({error}); {_EXPECTED} on every line") from error
+                row = PromptError(f"{source}:{index}: not valid JSON ({error}); {_EXPECTED} on every line")
+            yield index, row
 
 
 def _parquet_rows(source: str) -> Iterator[Any]:
@@ -119,7 +146,7 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
         rows: Iterable[Any] = load_dataset(source, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise PromptError(
-            f"{source}: found no such file and no hub data set with split {split!r} ({error}); "
+            f"{source}: found no such file and no hub data set with split {split!r} ({' '.join(str(error).split())}); "
             "check data.sources and data.split, or download the data set first"
         ) from error
     return rows
@@ -128,6 +155,8 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
 def parse_conversation(source: str, index: int, row: Any) -> Conversation:
     """A row as ``read_conversations`` takes it. Raises: PromptError naming source and line."""
     place = f"{source}:{index}"
+    if isinstance(row, PromptError):
+        raise row
     if not isinstance(row, dict):
         raise PromptError(f"{place}: found {type(row).__name__}; {_EXPECTED}")
     kind = next((kind for kind in _KINDS if row.get(kind) is not None), None)
@@ -146,8 +175,10 @@ def parse_conversation(source: str, index: int, row: Any) -> Conversation:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise PromptError(f"{place}: {kind} is {type(value).__name__}; expected a list of messages")
-    messages = tuple(_message(place, turn, item) for turn, item in enumerate(value, 1))
-    return Conversation(source, index, messages, later_turns=tuple(later))
+    messages, tools = tuple(_message(place, turn, item) for turn, item in enumerate(value, 1)), row.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PromptError(f"{place}: tools is {tools!r:.80}; expected a list of objects")
+    return Conversation(source, index, messages, later_turns=tuple(later), tools=tuple(tools))
 
 
 def _message(place: str, turn: int, item: Any) -> dict[str, Any]:

@@ -4,17 +4,21 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dspark.config import DataSection, describe_validation
 from dspark.data.chat import ChatFormat, asked_messages, encode_answer, encode_text
-from dspark.data.responses import Answer, Keep, Prompt, ResponsesHeader, TokenId
+from dspark.data.prompts import Prompt, TokenId
+from dspark.data.responses import Answer, Keep, ResponsesHeader
 from dspark.errors import EndpointError, PromptError
 
 _UNTRUNCATED = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -121,15 +125,19 @@ class EndpointAsker:
     api_key: str = field(default="", repr=False)
     is_leaving_out: bool = False
 
-    def __call__(self, rows: Sequence[int], keep: Keep) -> None:
+    def __call__(self, rows_M: NDArray[np.int64], keep: Keep) -> None:
         """Returns when every row is kept."""
-        asyncio.run(self._run(rows, keep))
+        asyncio.run(self._run(map(int, rows_M), keep))
 
-    async def _run(self, rows: Sequence[int], keep: Keep) -> None:
+    async def _run(self, rows: Iterator[int], keep: Keep) -> None:
         endpoints = [_Endpoint(url) for url in self.data.endpoints]
         num_unusable, queue = Counter[int](), asyncio.PriorityQueue[tuple[int, int]]()
-        for row in rows:
-            queue.put_nowait((FIRST_TRY, row))
+
+        def add_first_try() -> None:  # one at a time: a million would take memory, and long to put in order
+            for row in islice(rows, 1):
+                queue.put_nowait((FIRST_TRY, row))
+
+        add_first_try()
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         client = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity"} | key,
@@ -142,6 +150,8 @@ class EndpointAsker:
             while True:
                 await asyncio.sleep(max(0.0, endpoint.rests_until - time.monotonic()))
                 place, row = await queue.get()
+                if place == FIRST_TRY:
+                    add_first_try()
                 began, answer = time.monotonic(), None
                 if began >= endpoint.rests_until:  # else it began to rest while there was no row
                     try:
@@ -192,7 +202,7 @@ class EndpointAsker:
 
     async def _ask(self, client: httpx.AsyncClient, url: str, row: int) -> Answer:
         prompt, content = self.prompts[row], bytearray()
-        most = 2**20 + _BYTES_PER_TOKEN * (len(prompt.ids_T) + self.header.max_response_tokens)
+        most = 2**20 + _BYTES_PER_TOKEN * (len(prompt.prompt_ids) + self.header.max_response_tokens)
         request = client.stream("POST", f"{url}/{self.data.endpoint_route}", json=self._body(prompt, row))
         try:
             async with asyncio.timeout(self.patience.answer_seconds), request as response:
@@ -215,12 +225,13 @@ class EndpointAsker:
 
     def _body(self, prompt: Prompt, row: int) -> dict[str, Any]:
         header, seed = self.header, random.Random(f"{self.header.seed}/{row}").getrandbits(31)
-        body = {"model": self.data.served_model, "max_tokens": header.max_response_tokens, "seed": seed}
-        body |= {"temperature": header.temperature} | _UNTRUNCATED
+        body: dict[str, Any] = {"model": self.data.served_model, "max_tokens": header.max_response_tokens, "seed": seed}
+        body |= {"temperature": prompt.temperature, **_UNTRUNCATED}
         if self.data.endpoint_route == "chat/completions":
-            thinking = {"enable_thinking": header.is_thinking}
+            body |= {"tools": prompt.tools} if prompt.tools else {}
+            thinking = {"enable_thinking": prompt.is_thinking}
             return body | {"messages": asked_messages(prompt.conversation), "chat_template_kwargs": thinking}
-        body |= {"prompt": prompt.ids_T.tolist(), "stop_token_ids": header.stop_token_ids}
+        body |= {"prompt": prompt.prompt_ids, "stop_token_ids": header.stop_token_ids}
         return body | {"return_token_ids": True, "skip_special_tokens": False}
 
     def _answer(self, prompt: Prompt, content: bytes) -> Answer:
@@ -245,7 +256,7 @@ class EndpointAsker:
         is_stopped, most = choice.finish_reason == "stop", self.header.max_response_tokens
         if text is None or (choice.message and (choice.message.reasoning or choice.message.reasoning_content)):
             raise _Unusable("an answer without text, or with thoughts that were not asked for")
-        if choice.prompt_token_ids not in (None, prompt.ids_T.tolist()):
+        if choice.prompt_token_ids not in (None, prompt.prompt_ids):
             raise _Unusable("an answer to another prompt than was asked")
         if self.data.endpoint_route == "chat/completions":
             ids = encode_answer(self.chat, prompt.conversation, text)

@@ -1,30 +1,38 @@
 """The target's own responses: a journal in the order of their completion, then a JSONL file in that of the prompts."""
 
+import hashlib
 import os
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal, Self
 
+import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from numpy.typing import NDArray
+from pydantic import ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from dspark.config import Section, describe_validation
-from dspark.data.chat import Encoded, digest
-from dspark.data.conversations import Conversation
+from dspark.data.chat import ChatFormat, Encoded, add_to_digest, check_length, special_ids
+from dspark.data.conversations import Conversation, encode_each
+from dspark.data.loops import ends_in_loop
+from dspark.data.prompts import ASKED_FILE, Lines, Prompt, Prompts, TokenId, parse_row
 from dspark.errors import RecordError
 from dspark.files import partial_of, put_in_place, write_whole
 
 RESPONSES_FILE = "responses.jsonl"
+UNUSABLE = ("failed", "loop")
+"""Finish reasons of rows that are kept but not recorded."""
 _SYNC_SECONDS = 1.0
 """A killed process loses no row that it kept; a machine without power loses those of so long at most."""
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Generate = Callable[[Sequence[torch.Tensor], int], list[torch.Tensor]]
-"""The target's answers: prompts (int64 [T_b]) and the row number of the first -> new ids, the stop token included."""
+Generate = Callable[[Sequence[Prompt], Sequence[int]], list[torch.Tensor]]
+"""The target's answers: prompts of one temperature and their row numbers -> new ids, the stop token included."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Answer:
 
 Keep = Callable[[Mapping[int, Answer]], None]
 """Puts answers by row number on the disk; rows that are there already stay as they are."""
-Ask = Callable[[Sequence[int], Keep], None]
+Ask = Callable[[NDArray[np.int64], Keep], None]
 """Has the prompts of these rows answered and hands every answer on as it comes.
 
 A row's answer may depend only on the prompts and on its row number, so that a resumed file equals an uninterrupted one.
@@ -49,16 +57,23 @@ A row's answer may depend only on the prompts and on its row number, so that a r
 class ResponsesHeader(Section):
     """What a responses file was made from and how; written beside it and compared when a run resumes."""
 
-    format: Literal["dspark-responses-1"] = "dspark-responses-1"
+    format: Literal["dspark-responses-2"] = "dspark-responses-2"
     target: str
     target_fingerprint: str
     tokenizer_fingerprint: str
     template_fingerprint: str | None
+    asked_from: str
+    """Checksum over sources and settings; where it is the same, the prompts are not made again."""
     prompts_sha256: str
     num_prompts: int
+    """Rows of the file: conversations times temperatures times thinking."""
     num_left_out: int
-    is_thinking: bool
-    temperature: float
+    """Conversations."""
+    answers: Literal["target", "given"]
+    """Whether the target was asked, or the answers stood in the sources."""
+    thinking: tuple[bool, ...]
+    temperatures: tuple[float, ...]
+    """None are there where the answers are given."""
     max_response_tokens: int
     generation_batch_size: int
     """1 where endpoints answer: no row depends on its neighbours."""
@@ -70,26 +85,48 @@ class ResponsesHeader(Section):
     versions: dict[str, str]
 
 
-class _Row(Section, strict=True):
-    """One line: where the prompt came from, what was said, and the very ids, so that nothing is tokenised twice."""
+class Row(Prompt, strict=True):
+    """One line: how a prompt was asked, what was said, and the very ids, so that nothing is tokenised twice."""
 
-    source: str
-    index: int
-    messages: list[dict[str, Any]] | None = None
-    text: str | None = None
     response: str
-    finish_reason: Literal["stop", "length", "failed"]
-    prompt_ids: Annotated[list[TokenId], Field(min_length=1)]
+    finish_reason: Literal["stop", "length", "loop", "failed", "given"]
+    """``loop``: it ends in one, or holds special tokens only; such rows and ``failed`` ones are never recorded."""
     response_ids: list[TokenId]
+    supervised: list[tuple[TokenId, TokenId]] | None = None
+    """Half-open ranges of prompt and response ids together, in order; None: the response."""
     is_retokenised: bool | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ends = [end for span in self.spans for end in span]
+        if self.finish_reason != "failed" and (ends != sorted(set(ends)) or not ends or not 0 < ends[0] < ends[-1]):
+            raise ValueError(f"nothing is supervised, or not in order: {ends[:4]}")
+        if ends and ends[-1] > len(self.prompt_ids) + len(self.response_ids):
+            raise ValueError(f"supervised ends at {ends[-1]}, behind the last token")
+        return self
 
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation and its ids up to where the target goes on (int64 [T])."""
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """What is supervised."""
+        whole = len(self.prompt_ids) + len(self.response_ids)
+        return [(len(self.prompt_ids), whole)] if self.supervised is None else self.supervised
 
-    conversation: Conversation
-    ids_T: torch.Tensor
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """ids_T and loss_mask_T."""
+        ids_T = np.array(self.prompt_ids + self.response_ids, dtype=np.int64)
+        loss_mask_T = np.zeros(len(ids_T), dtype=np.bool_)
+        for begin, end in self.spans:
+            loss_mask_T[begin:end] = True
+        return ids_T, loss_mask_T
+
+
+def given_row(chat: ChatFormat, conversation: Conversation, encoded: Encoded) -> Row:
+    """The row of a conversation that holds its answers."""
+    ids, edges = encoded.ids_T.tolist(), torch.cat([encoded.loss_mask_T, torch.tensor([False])]).int().diff().nonzero()
+    spans = [(begin + 1, end + 1) for begin, end in edges.view(-1, 2).tolist()]
+    answer_ids = ids[(first := spans[0][0]) :]
+    said = {"response": chat.tokenizer.decode(answer_ids), "response_ids": answer_ids, "supervised": spans}
+    return Row.of(conversation, ids[:first], is_thinking=chat.is_thinking, finish_reason="given", **said)
 
 
 def header_path(path: Path) -> Path:
@@ -97,13 +134,21 @@ def header_path(path: Path) -> Path:
     return path.with_suffix(".header.json")
 
 
-def in_batches(generate: Generate, prompts: Sequence[Prompt], batch_size: int) -> Ask:
-    """Ask a target in this process, batch by batch in the order of the prompts; a torn batch is asked whole again."""
+def in_batches(generate: Generate, prompts: Prompts[Prompt], batch_size: int) -> Ask:
+    """Ask a target in this process, batch by batch: of one temperature and like lengths, the longest prompts first. A
+    torn batch is asked whole again.
+    """
 
-    def ask(rows: Sequence[int], keep: Keep) -> None:
-        for start in sorted({row - row % batch_size for row in rows}):
-            responses = generate([prompt.ids_T for prompt in prompts[start : start + batch_size]], start)
-            keep({start + index: Answer(ids_T.tolist()) for index, ids_T in enumerate(responses)})
+    def ask(rows_M: NDArray[np.int64], keep: Keep) -> None:
+        is_missing_S = np.isin(np.arange(len(prompts)), rows_M)
+        for temperature in np.unique(prompts.temperatures_S):
+            rows_N = np.flatnonzero(prompts.temperatures_S == temperature)
+            rows_N = rows_N[np.argsort(-prompts.num_tokens_S[rows_N], kind="stable")]
+            for start in range(0, len(rows_N), batch_size):
+                if is_missing_S[batch_B := rows_N[start : start + batch_size]].any():
+                    rows = batch_B.tolist()
+                    responses = generate([prompts[row] for row in rows], rows)
+                    keep({row: Answer(ids_T.tolist()) for row, ids_T in zip(rows, responses, strict=True)})
 
     return ask
 
@@ -119,50 +164,51 @@ def write_responses(
     """Have every prompt answered; ``path`` then holds one JSON line each, in the order of the prompts.
 
     Until the last answer is there they stand in a journal beside ``path``, in the order of their completion, each line
-    with its row number; a run that was killed goes on from there. ``on_rows`` is told how many rows are on the disk and
-    how many new tokens they hold. ``finish_reason`` is ``stop`` if the response ends with a stop token, ``failed`` if
-    there is none, else ``length``.
-    Returns: how many rows are ``retokenised`` and how many ``failed``.
+    with its row number; a run that was killed goes on from there. Where answers are given, the prompts' file holds them
+    and takes its place. ``on_rows`` is told how many rows are on the disk and how many new tokens they hold.
+    Memory: 16 bytes a row beside the prompts'.
+    Returns: how many ``rows`` there are, how many of each finish reason, and how many ``retokenised``.
     Raises: RecordError when the file was made from other prompts, another target or other settings; as ``ask``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    journal = path.with_suffix(".journal")
+    journal, asked = path.with_suffix(".journal"), path.with_name(ASKED_FILE)
     _open_header(header, path, journal)
-    kinds = Counter[str]()
+    kinds, special = Counter[str](), special_ids(tokenizer, header.stop_token_ids)
+    if header.answers == "given" and not path.is_file():
+        put_in_place(asked, path)
     if path.is_file():
-        journal.unlink(missing_ok=True)
-        kinds.update(kind for number, line in enumerate(_lines(path), 1) for kind in _kinds(_parse(path, number, line)))
-        _check_number(path, kinds["rows"], len(prompts))
+        kinds.update(chain.from_iterable(map(_kinds, response_rows(path))))
+        _check_number(path, kinds["rows"], header.num_prompts)
         on_rows(kinds["rows"], 0)
-        return kinds
-    offsets = _read_journal(journal, len(prompts), kinds)
-    on_rows(len(offsets), 0)
-    synced = 0.0
-    with open(journal, "ab") as file:
+    else:
+        offsets_S = _read_journal(journal, header.num_prompts, kinds)
+        on_rows(kinds["rows"], 0)
+        synced = 0.0
+        with open(journal, "ab") as file:
 
-        def keep(answers: Mapping[int, Answer]) -> None:
-            nonlocal synced
-            new = {number: answer for number, answer in answers.items() if number not in offsets}
-            for number, answer in new.items():
-                row = _row(tokenizer, prompts[number], answer, header.stop_token_ids)
-                offsets[number] = file.tell()
-                file.write(f"{number} {row.model_dump_json(exclude_none=True)}\n".encode())
-                kinds.update(_kinds(row))
-            file.flush()
-            if time.monotonic() >= synced + _SYNC_SECONDS:
-                os.fsync(file.fileno())
-                synced = time.monotonic()
-            on_rows(len(new), sum(len(answer.ids) for answer in new.values()))
+            def keep(answers: Mapping[int, Answer]) -> None:
+                nonlocal synced
+                new = {number: answer for number, answer in answers.items() if offsets_S[number] < 0}
+                for number, answer in new.items():
+                    row = _row(tokenizer, prompts[number], answer, header.stop_token_ids, special)
+                    offsets_S[number] = file.tell()
+                    file.write(f"{number} {row.model_dump_json(exclude_none=True)}\n".encode())
+                    kinds.update(_kinds(row))
+                file.flush()
+                if time.monotonic() >= synced + _SYNC_SECONDS:
+                    os.fsync(file.fileno())
+                    synced = time.monotonic()
+                on_rows(len(new), sum(len(answer.ids) for answer in new.values()))
 
-        missing = [number for number in range(len(prompts)) if number not in offsets]
-        if missing:
-            ask(missing, keep)
-    with open(journal, "rb") as source, open(partial_of(path), "wb") as whole:
-        for number in range(len(prompts)):
-            source.seek(offsets[number])
-            whole.write(source.readline().partition(b" ")[2])
-    put_in_place(partial_of(path), path)
-    journal.unlink()
+            if len(missing_M := np.flatnonzero(offsets_S < 0)):
+                ask(missing_M, keep)
+        with open(journal, "rb") as source, open(partial_of(path), "wb") as whole:
+            for offset in offsets_S:
+                source.seek(offset)
+                whole.write(source.readline().partition(b" ")[2])
+        put_in_place(partial_of(path), path)
+    journal.unlink(missing_ok=True)
+    asked.unlink(missing_ok=True)
     return kinds
 
 
@@ -176,25 +222,71 @@ def read_header(path: Path) -> ResponsesHeader:
     return _parse_header(path)
 
 
-def read_responses(path: Path, header: ResponsesHeader) -> list[Encoded]:
-    """Every prompt with its response as one sequence; the response's ids, exactly as kept, are supervised. Prompts
-    without an answer are left out.
-    Raises: RecordError naming the line that is not a row, or a file that does not hold every response.
+def response_rows(path: Path) -> Iterator[Row]:
+    """Every row of a responses file. Raises: RecordError naming the line that is none."""
+    return (_parse(path, number, line) for number, line in enumerate(_lines(path), 1))
+
+
+class Responses(Lines[Encoded]):
+    """The rows of a responses file that can be recorded, in order: 32 bytes of memory a row, no text.
+    Shapes: num_tokens_S and num_supervised_S int32. ``text_sha256`` is the ``digest`` of all ids and masks.
     """
-    encoded, prompts = [], []
-    for number, line in enumerate(_lines(path), 1):
-        row = _parse(path, number, line)
-        prompts.append(torch.tensor(row.prompt_ids))
-        if row.finish_reason != "failed":
-            ids_T = torch.tensor(row.prompt_ids + row.response_ids)
-            loss_mask_T = torch.arange(len(ids_T)) >= len(row.prompt_ids)
-            encoded.append(Encoded(ids_T, loss_mask_T, f"{path}:{number}"))
-    _check_number(path, len(prompts), header.num_prompts)
-    if not encoded:
+
+    def __init__(self, path: Path, columns_S5: NDArray[np.int64], text_sha256: str) -> None:
+        super().__init__(path, columns_S5[:, :2].copy())
+        self._numbers_S, self.num_tokens_S, self.num_supervised_S = columns_S5[:, 2:].T.astype(np.int32)
+        self.text_sha256 = text_sha256
+
+    def _item(self, index: int, line: bytes) -> Encoded:
+        place = f"{self.path}:{self._numbers_S[index]}"
+        ids_T, loss_mask_T = parse_row(Row, place, line).arrays()
+        return Encoded(torch.from_numpy(ids_T), torch.from_numpy(loss_mask_T), place)
+
+
+def open_responses(
+    path: Path, header: ResponsesHeader, *, max_tokens: int, vocab_size: int, is_leaving_out: bool = False
+) -> Responses:
+    """Every prompt with its response as one sequence; the response's ids, exactly as kept, are supervised. Prompts
+    without an answer, and answers that end in a loop, are left out. The file is read once and every line checked.
+    Raises: RecordError naming the line that is not a row, or a file that does not hold every response; PromptError for
+    rows of more than ``max_tokens``, unless they are left out.
+    """
+    columns, num_rows = array("q"), 0
+    prompts_sha256, text_sha256 = hashlib.sha256(), hashlib.sha256()
+
+    def usable() -> Iterator[tuple[Row, int, int, int]]:
+        nonlocal num_rows
+        begin = 0
+        for num_rows, line in enumerate(_lines(path), 1):
+            row, end = _parse(path, num_rows, line), begin + len(line)
+            add_to_digest(prompts_sha256, np.array(row.prompt_ids, dtype=np.int64))
+            if row.finish_reason not in UNUSABLE:
+                yield row, begin, end, num_rows
+            begin = end
+
+    def fitting(found: tuple[Row, int, int, int]) -> tuple[Row, int, int, int]:
+        check_length(f"{path}:{found[-1]}", len(found[0].prompt_ids) + len(found[0].response_ids), max_tokens)
+        return found
+
+    for row, *place in encode_each(usable(), fitting, Counter(), is_leaving_out=is_leaving_out):
+        ids_T, loss_mask_T = row.arrays()
+        if (most := int(ids_T.max())) >= vocab_size:
+            raise RecordError(f"{path}:{place[-1]}: found the token id {most}, expected at most {vocab_size - 1}")
+        add_to_digest(text_sha256, ids_T)
+        add_to_digest(text_sha256, loss_mask_T)
+        columns.extend((*place, len(ids_T), int(loss_mask_T.sum())))
+    _check_number(path, num_rows, header.num_prompts)
+    if not columns:
         raise RecordError(f"{path}: no prompt has an answer; delete it and run dspark prepare again")
-    if digest(prompts) != header.prompts_sha256:
+    if prompts_sha256.hexdigest() != header.prompts_sha256:
         raise RecordError(f"{path}: not the prompts of {header_path(path).name}; delete both, run dspark prepare again")
-    return encoded
+    return Responses(path, np.array(columns, dtype=np.int64).reshape(-1, 5), text_sha256.hexdigest())
+
+
+def known_header(path: Path, asked_from: str) -> ResponsesHeader | None:
+    """The header beside ``path``, finished or not, if its prompts were made from the same things."""
+    header = _parse_header(path) if header_path(path).is_file() else None
+    return header if header and header.asked_from == asked_from else None
 
 
 def _parse_header(path: Path) -> ResponsesHeader:
@@ -204,37 +296,26 @@ def _parse_header(path: Path) -> ResponsesHeader:
         raise RecordError(f"{header_path(path)}: {describe_validation(error)}; delete it and the responses") from error
 
 
-def _parse(path: Path, number: int, line: bytes) -> _Row:
-    try:
-        return _Row.model_validate_json(line)
-    except ValidationError as error:
-        found = describe_validation(error)
-        raise RecordError(
-            f"{path}:{number}: not a response ({found}); restore or delete this line, run dspark prepare again"
-        ) from error
+def _parse(path: Path, number: int, line: bytes) -> Row:
+    return parse_row(Row, f"{path}:{number}", line)
 
 
-def _kinds(row: _Row) -> list[str]:
-    return ["rows"] + ["retokenised"] * bool(row.is_retokenised) + ["failed"] * (row.finish_reason == "failed")
+def _kinds(row: Row) -> list[str]:
+    return ["rows", row.finish_reason] + ["retokenised"] * bool(row.is_retokenised)
 
 
-def _row(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: Answer, stop_token_ids: Collection[int]) -> _Row:
-    response_ids = list(answer.ids)
-    is_stopped = bool(response_ids) and response_ids[-1] in stop_token_ids
-    text = tokenizer.decode(response_ids[:-1] if is_stopped else response_ids)
+def _row(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: Answer, stops: Collection[int], special: Collection[int]
+) -> Row:
+    ids = list(answer.ids)
+    spoken = ids[:-1] if ids and ids[-1] in stops else ids
+    reason: Literal["stop", "length", "loop", "failed"] = "stop" if len(spoken) < len(ids) else "length"
+    if ends_in_loop(spoken) or all(token in special for token in ids):
+        reason = "loop" if ids else "failed"
+    text = tokenizer.decode(spoken)
     assert isinstance(text, str)
-    conversation = prompt.conversation
-    return _Row(
-        source=conversation.source,
-        index=conversation.index,
-        messages=list(conversation.messages) or None,
-        text=conversation.text,
-        response=text,
-        finish_reason="stop" if is_stopped else "length" if response_ids else "failed",
-        prompt_ids=prompt.ids_T.tolist(),
-        response_ids=response_ids,
-        is_retokenised=answer.is_retokenised or None,
-    )
+    retokenised = answer.is_retokenised or None
+    return Row(**dict(prompt), response=text, finish_reason=reason, response_ids=ids, is_retokenised=retokenised)
 
 
 def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
@@ -244,7 +325,7 @@ def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
     if not begun:
         write_whole(header_path(path), header.model_dump_json(indent=1))
         return
-    old, new = (each.model_dump(exclude={"versions", "target"}) for each in (_parse_header(path), header))
+    old, new = (each.model_dump(exclude={"versions", "target", "asked_from"}) for each in (_parse_header(path), header))
     differing = [f"{key} {old[key]!r} (now {new[key]!r})" for key in old if old[key] != new[key]]
     if differing:
         raise RecordError(
@@ -253,9 +334,9 @@ def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
         )
 
 
-def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> dict[int, int]:
-    """Where each row's line begins, in bytes; what a kill left of a last line is cut."""
-    offsets: dict[int, int] = {}
+def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArray[np.int64]:
+    """Where each row's line begins, in bytes (-1: not there); what a kill left of a last line is cut."""
+    offsets_S = np.full(num_prompts, -1, dtype=np.int64)
     end = 0
     for number, line in enumerate(_lines(journal) if journal.is_file() else (), 1):
         if not line.endswith(b"\n"):
@@ -263,13 +344,13 @@ def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> dict[
             break
         row, _, text = line.partition(b" ")
         kinds.update(_kinds(_parse(journal, number, text)))
-        if not row.isdigit() or len(row) > 18 or int(row) >= num_prompts or int(row) in offsets:
+        if not row.isdigit() or len(row) > 18 or int(row) >= num_prompts or offsets_S[int(row)] >= 0:
             raise RecordError(
                 f"{journal}:{number}: {row!r:.40} is no row, or one that was there before; delete this line"
             )
-        offsets[int(row)] = end
+        offsets_S[int(row)] = end
         end += len(line)
-    return offsets
+    return offsets_S
 
 
 def _check_number(path: Path, found: int, expected: int) -> None:

@@ -77,9 +77,9 @@ class Manifest(Section):
     """How the tapped outputs are kept: as the target says them, or rounded, with a scale for each."""
     answers: Literal["target", "given"]
     """Whether the supervised words are the target's own, or stood in the data."""
-    is_thinking: bool
-    temperature: float | None
-    """At which the target's own words were drawn, without top-p or top-k."""
+    thinking: tuple[bool, ...]
+    temperatures: tuple[float, ...]
+    """At which the target's own words were drawn, without top-p or top-k; none where they stood in the data."""
     text_sha256: Sha256
     """Over the ids and loss masks of all sequences, as the responses hold them."""
     seed: Count = 0

@@ -52,7 +52,7 @@ def _probe_facts(run: RunConfig) -> dict[str, Any]:
         "train.probe_prompts": run.train.probe_prompts,
         "the first of eval.tasks": next(iter(run.eval.tasks), None),
         "the length of a probe's texts": min(PROBE_TOKENS, run.eval.max_new_tokens),
-        "data.is_thinking": run.data.is_thinking,
+        "the first of data.thinking": run.data.thinking[0],
         "target.dtype": run.target.dtype,
     }
 

@@ -37,10 +37,11 @@ def bias_note(manifest: Manifest, objective: ObjectiveSection) -> str:
     """A sentence when the record's text makes the ratio form of the acceptance length biased; else empty.
     It is unbiased on text that the target itself drew at temperature 1 without truncation (specs/dspark.md 5.1).
     """
-    is_exact = manifest.answers == "target" and manifest.temperature == 1.0
+    is_exact = manifest.answers == "target" and set(manifest.temperatures) == {1.0}
     if is_exact or objective.acceptance_form != "ratio" or not objective.acceptance_length:
         return ""
-    drawn = f"at temperature {manifest.temperature}" if manifest.answers == "target" else "by somebody else"
+    at = ", ".join(f"{temperature:g}" for temperature in manifest.temperatures)
+    drawn = f"at temperature {at}" if manifest.answers == "target" else "by somebody else"
     return f"\nNote: the text was written {drawn}, so the acceptance length that is trained and logged is biased."
 
 

@@ -1,4 +1,4 @@
-"""dspark prepare: the target's own answers, whole, the longest prompt first, resumable; bad prompts are refused."""
+"""dspark prepare: the target's own answers, whole, in the order of the prompts, resumable; bad prompts are refused."""
 
 import json
 import re
@@ -31,13 +31,11 @@ ROWS: list[dict[str, Any]] = [
 
 
 def test_the_answers_are_the_targets_own_at_the_stated_temperature(tmp_path: Path) -> None:
-    prepare(write_prompts_run(tmp_path, *ROWS), ["data.temperature=0.8", "data.max_response_tokens=12"])
+    prepare(write_prompts_run(tmp_path, *ROWS), ["data.temperatures=[0.8]", "data.max_response_tokens=12"])
     target, tokenizer = load_target(tmp_path / "target"), load_tokenizer(tmp_path / "target")
     sampling = Sampling(0.8, 12, (STOP_TOKEN_ID,))
     rows = [json.loads(line) for line in (tmp_path / "record" / "responses.jsonl").read_text().splitlines()]
-    lengths = [len(row["prompt_ids"]) for row in rows]
-    assert lengths == sorted(lengths, reverse=True)
-    assert sorted(row["index"] for row in rows) == [1, 2, 3, 4, 5]
+    assert [row["index"] for row in rows] == [1, 2, 3, 4, 5]
     for number, row in enumerate(rows):
         prompt_ids_T = tokenizer(prompt_text(ROWS[row["index"] - 1]), return_tensors="pt")["input_ids"][0]
         assert row["prompt_ids"] == prompt_ids_T.tolist()
@@ -45,7 +43,7 @@ def test_the_answers_are_the_targets_own_at_the_stated_temperature(tmp_path: Pat
         assert row["response_ids"] == expected
         assert row["finish_reason"] == ("stop" if expected[-1] == STOP_TOKEN_ID else "length")
     header = read_header(tmp_path / "record" / "responses.jsonl")
-    assert (header.temperature, header.max_response_tokens, header.num_left_out) == (0.8, 12, 0)
+    assert (header.temperatures, header.max_response_tokens, header.num_left_out) == ((0.8,), 12, 0)
 
 
 def prompt_text(row: dict[str, Any]) -> str:
@@ -71,8 +69,8 @@ def test_a_stopped_run_goes_on_to_the_same_bytes_and_a_finished_one_loads_no_tar
     assert path.read_bytes() == whole
     monkeypatch.setattr(door, "load_target", None)
     prepare(config)
-    with pytest.raises(RecordError, match=r"temperature 1.0 \(now 0.0\)"):
-        prepare(config, ["data.temperature=0"])
+    with pytest.raises(RecordError, match=r"temperatures \(1.0,\) \(now \(0.0,\)\)"):
+        prepare(config, ["data.temperatures=[0]"])
     write_prompts_run(tmp_path, *ROWS[:4])
     with pytest.raises(RecordError, match=r"prompts_sha256 .*num_prompts 5 \(now 4\)"):
         prepare(config)
@@ -89,7 +87,7 @@ def test_unusable_prompts_are_refused_together_before_anything_is_written(tmp_pa
         assert words in message
     assert "rows.jsonl:4: found messages of ['user']; expected a user message with text" in message
     assert "and 1 more" in message
-    assert not (tmp_path / "record").exists()
+    assert not list((tmp_path / "record").iterdir())
     prepare(config, leave_out_unusable=True)
     path = tmp_path / "record" / "responses.jsonl"
     assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [1, 6]

@@ -56,13 +56,14 @@ def test_the_ids_of_the_responses_are_recorded_exactly_and_no_end_of_turn_is_inv
     rows = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     reader = RecordReader(folder)
+    rows = [row for row in rows if row["finish_reason"] != "loop"]
     for index, row in enumerate(rows):
         sequence = reader[index]
         assert sequence.ids_T.tolist() == row["prompt_ids"] + row["response_ids"]
         assert sequence.ids_T[sequence.loss_mask_T].tolist() == row["response_ids"]
         assert (sequence.ids_T[-1] == STOP_TOKEN_ID) == (row["finish_reason"] == "stop")
     manifest = reader.manifest
-    assert (manifest.answers, manifest.temperature, manifest.target_layer_ids) == ("target", 1.0, TAPS)
+    assert (manifest.answers, manifest.temperatures, manifest.target_layer_ids) == ("target", (1.0,), TAPS)
     assert len(manifest.shards) > 1
     assert_head_says_what_was_recorded(reader, load_tables(manifest.target)[1])
 
@@ -79,8 +80,8 @@ def test_a_record_runs_again_only_for_what_is_missing(config: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "error", "words"),
     [
-        (["data.temperature=0.5"], RecordError, r"responses.jsonl: made with temperature 1.0 \(now 0.5\)"),
-        (["data.is_thinking=true"], RecordError, r"responses.jsonl: made with is_thinking False \(now True\)"),
+        (["data.temperatures=[0.5]"], RecordError, r"made with temperatures \(1.0,\) \(now \(0.5,\)\)"),
+        (["data.thinking=[true]"], RecordError, r"responses.jsonl: made with thinking \(False,\) \(now \(True,\)\)"),
         (["seed=3"], RecordError, r"responses.jsonl: made with seed 0 \(now 3\)"),
         (
             ["draft.target_layer_ids=[0, 1, 4]"],
@@ -122,14 +123,15 @@ def test_missing_responses_say_what_to_run(tmp_path: Path) -> None:
 def test_given_answers_are_recorded_when_asked_and_unusable_ones_refused_together(tmp_path: Path) -> None:
     config = write_prompts_run(tmp_path, *TALKS)
     with pytest.raises(PromptError) as error:
-        record(config, as_given=True)
+        prepare(config, as_given=True)
     for words in ("3 of 5", "rows.jsonl:3: found messages of ['user']", "rows.jsonl:4: found messages of []"):
         assert words in str(error.value)
     assert "rows.jsonl:5: " in str(error.value)
-    assert not (tmp_path / "record").exists()
-    record(config, as_given=True, leave_out_unusable=True)
+    assert not list((tmp_path / "record").iterdir())
+    prepare(config, as_given=True, leave_out_unusable=True)
+    record(config)
     reader = RecordReader(tmp_path / "record")
-    assert (reader.manifest.answers, reader.manifest.temperature) == ("given", None)
+    assert (reader.manifest.answers, reader.manifest.temperatures) == ("given", ())
     assert [int(reader[index].loss_mask_T.sum()) for index in range(2)] == [
         len("Hello.") + 1,
         len(reader[1].ids_T) - 1,
@@ -137,10 +139,9 @@ def test_given_answers_are_recorded_when_asked_and_unusable_ones_refused_togethe
     assert_head_says_what_was_recorded(reader, load_tables(tmp_path / "target")[1])
 
 
-def test_the_command_line_shows_what_is_supervised(config: Path) -> None:
+def test_the_command_line_says_how_much_and_where(config: Path) -> None:
     result = CliRunner().invoke(app, ["record", "--config", str(config)])
     assert result.exit_code == 0, result.output
-    assert "<role>HUMAN</role>Add 0 and 2.<|role_end|><role>ASSISTANT</role>" in result.output
     assert "6 sequences" in result.output
     assert f"shards in {config.parent / 'record'}" in result.output
 

@@ -1,6 +1,7 @@
 """Rows become conversations in order, and a wrong row is named with its line."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,15 @@ def test_unusable_conversations_are_refused_together_before_anything_starts() ->
             raise PromptError(f"{conversation.place}: wrong")
         return conversation.index
 
+    counts = Counter[str]()
     with pytest.raises(PromptError) as error:
-        encode_each(conversations, encode)
+        list(encode_each(conversations, encode, counts))
     message = str(error.value)
     assert "5 of 6 conversations cannot be used" in message
     assert all(f"a.jsonl:{index}: wrong" in message for index in (1, 2, 4))
     assert "and 2 more" in message
     assert "--leave-out-unusable" in message
-    assert encode_each(conversations, encode, is_leaving_out=True) == [3]
+    assert counts == {"rows": 6, "left out": 5}
+    assert list(encode_each(iter(conversations), encode, Counter(), is_leaving_out=True)) == [3]
     with pytest.raises(PromptError, match="2 of 2"):
-        encode_each(conversations[:2], encode, is_leaving_out=True)
+        list(encode_each(conversations[:2], encode, Counter(), is_leaving_out=True))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from serving import Fault, Served, break_off, completion, drip, hang, made_up_ids, refuse, say, serving
 from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +22,8 @@ from dspark.config import DataSection
 from dspark.data.chat import ChatFormat, digest, encode_prompt
 from dspark.data.conversations import Conversation
 from dspark.data.endpoints import EndpointAsker, Patience, _seconds
-from dspark.data.responses import Prompt, ResponsesHeader, read_responses, write_responses
+from dspark.data.prompts import Prompt
+from dspark.data.responses import Responses, ResponsesHeader, open_responses, write_responses
 from dspark.errors import EndpointError
 
 KEY = "sk-secret/1"
@@ -43,7 +45,7 @@ class Run:
         rows = [
             Conversation("p.jsonl", row, ({"role": "user", "content": f"é{row}"},)) for row in range(1, num_rows + 1)
         ]
-        self.prompts = [Prompt(row, encode_prompt(chat, row)) for row in rows]
+        self.prompts = [Prompt.of(row, encode_prompt(chat, row).tolist(), temperature=0.7) for row in rows]
         self.data = DataSection(
             sources=("p.jsonl",), endpoints=urls, served_model="tiny", **{"concurrency": 4} | settings
         )
@@ -52,11 +54,13 @@ class Run:
             target_fingerprint="a" * 64,
             tokenizer_fingerprint="b" * 64,
             template_fingerprint=None,
-            prompts_sha256=digest(prompt.ids_T for prompt in self.prompts),
+            prompts_sha256=digest(torch.tensor(prompt.prompt_ids) for prompt in self.prompts),
             num_prompts=num_rows,
             num_left_out=0,
-            is_thinking=False,
-            temperature=0.7,
+            asked_from="0" * 64,
+            answers="target",
+            thinking=(False,),
+            temperatures=(0.7,),
             max_response_tokens=MOST,
             generation_batch_size=1,
             stop_token_ids=chat.stop_token_ids,
@@ -89,6 +93,16 @@ class Run:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
+def told(rows: Sequence[dict[str, Any]]) -> Counter[str]:
+    """What is counted of these rows."""
+    return Counter(["rows"] * len(rows) + [row["finish_reason"] for row in rows])
+
+
+def reason_of(ids: Sequence[int]) -> str:
+    """That of a made-up answer."""
+    return "loop" if ids == [STOP_TOKEN_ID] else "stop" if ids[-1] == STOP_TOKEN_ID else "length"
+
+
 def prompt_ids(bodies: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
     return sorted(tuple(body["prompt"]) for body in bodies)
 
@@ -98,25 +112,27 @@ def test_the_ids_that_an_endpoint_draws_are_kept_and_a_request_depends_on_its_ro
 ) -> None:
     with serving(Served()) as served:
         run = Run(chat, tmp_path, served.url)
-        assert run.write() == {"rows": NUM_ROWS}
+        kinds = run.write()
+    assert kinds == told(run.rows)
     bodies = {tuple(body["prompt"]): body for body in served.bodies}
-    assert prompt_ids(served.bodies) == sorted(tuple(prompt.ids_T.tolist()) for prompt in run.prompts)
+    assert prompt_ids(served.bodies) == sorted(tuple(prompt.prompt_ids) for prompt in run.prompts)
     assert {header["Authorization"] for header in served.headers} == {f"Bearer {KEY}"}
     assert set(served.paths) == {"/v1/completions"}
     assert len({body.pop("seed") for body in map(dict, served.bodies)}) == NUM_ROWS
     for number, (row, prompt) in enumerate(zip(run.rows, run.prompts, strict=True)):
-        body = bodies[tuple(prompt.ids_T.tolist())]
+        body = bodies[tuple(prompt.prompt_ids)]
         assert row["prompt_ids"] == body["prompt"]
         assert row["response_ids"] == made_up_ids(body["prompt"], body["seed"], MOST)
-        assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == STOP_TOKEN_ID else "length")
+        assert row["finish_reason"] == reason_of(row["response_ids"])
         assert "is_retokenised" not in row
         assert body["seed"] == random.Random(f"5/{number}").getrandbits(31)
         wanted = {"model": "tiny", "max_tokens": MOST, "temperature": 0.7, "stop_token_ids": [STOP_TOKEN_ID]}
         wanted |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         wanted |= {"return_token_ids": True, "skip_special_tokens": False}
         assert {key: value for key, value in body.items() if key not in {"prompt", "seed"}} == wanted
-    assert {row["finish_reason"] for row in run.rows} == {"stop", "length"}
-    for encoded, row in zip(read_responses(run.path, run.header), run.rows, strict=True):
+    assert {row["finish_reason"] for row in run.rows} == {"stop", "length", "loop"}
+    recorded = [row for row in run.rows if row["finish_reason"] != "loop"]
+    for encoded, row in zip(opened(run), recorded, strict=True):
         assert encoded.ids_T[encoded.loss_mask_T].tolist() == row["response_ids"]
 
 
@@ -144,7 +160,7 @@ def test_a_run_with_every_fault_ends_equal_to_an_undisturbed_one(chat: ChatForma
         run = Run(chat, tmp_path, served.url)
         kinds = run.write(replace(QUICK, answer_seconds=0.5, tries=99))
     assert run.path.read_bytes() == calm.path.read_bytes()
-    assert kinds == {"rows": NUM_ROWS}
+    assert kinds == told(run.rows)
     assert len(run.failures) >= 2 * len(FAULTS)
     for words in FAULTS:
         assert any(f"{served.url}: " in reason and words.strip() in reason for reason in run.failures), words
@@ -237,7 +253,7 @@ def test_if_all_are_down_for_long_the_run_ends_once_and_asks_later_only_for_what
         served.faults, served.bodies, served.answer = [], [], healthy
         run.write()
     known = {int(line.partition(b" ")[0]) for line in kept}
-    missing = [tuple(prompt.ids_T.tolist()) for row, prompt in enumerate(run.prompts) if row not in known]
+    missing = [tuple(prompt.prompt_ids) for row, prompt in enumerate(run.prompts) if row not in known]
     assert prompt_ids(served.bodies) == sorted(missing)
     assert run.path.read_bytes() == calm.path.read_bytes()
 
@@ -266,14 +282,16 @@ def test_a_refused_request_ends_the_run_at_once_with_the_endpoints_words_and_wit
 def test_a_prompt_with_unusable_answers_only_is_named_or_left_out_when_asked(chat: ChatFormat, tmp_path: Path) -> None:
     with serving(Served()) as served:
         run = Run(chat, tmp_path, served.url)
-        poison = run.prompts[3].ids_T.tolist()
+        poison = run.prompts[3].prompt_ids
         served.answer = lambda body: {"choices": []} if body["prompt"] == poison else completion(body)
         with pytest.raises(EndpointError, match=r"p.jsonl:4: 5 unusable answers, .*: choices.*--leave-out-unusable"):
             run.write()
-        assert run.write(is_leaving_out=True) == {"rows": NUM_ROWS, "failed": 1}
+        kinds = run.write(is_leaving_out=True)
+    assert kinds == told(run.rows)
+    assert kinds["failed"] == 1
     assert (run.rows[3]["finish_reason"], run.rows[3]["response_ids"]) == ("failed", [])
-    encoded = read_responses(run.path, run.header)
-    assert [each.place.rpartition(":")[2] for each in encoded] == [str(row) for row in range(1, 25) if row != 4]
+    whole = [number for number, row in enumerate(run.rows, 1) if row["finish_reason"] in {"stop", "length"}]
+    assert [int(each.place.rpartition(":")[2]) for each in opened(run)] == whole
 
 
 def test_many_prompts_with_unusable_answers_end_no_run_that_goes_on_without_them(
@@ -284,13 +302,19 @@ def test_many_prompts_with_unusable_answers_end_no_run_that_goes_on_without_them
     """
     with serving(Served()) as served:
         run = Run(chat, tmp_path, served.url)
-        poison = {tuple(prompt.ids_T.tolist()) for prompt in run.prompts[NUM_ROWS // 2 :]}
+        poison = {tuple(prompt.prompt_ids) for prompt in run.prompts[NUM_ROWS // 2 :]}
         served.answer = lambda body: {"choices": []} if tuple(body["prompt"]) in poison else completion(body)
-        assert run.write(is_leaving_out=True) == {"rows": NUM_ROWS, "failed": NUM_ROWS - NUM_ROWS // 2}
+        kinds = run.write(is_leaving_out=True)
+        assert kinds == told(run.rows)
+        assert kinds["failed"] == NUM_ROWS - NUM_ROWS // 2
         run.path.unlink()
         served.answer = lambda body: {"choices": []}
         with pytest.raises(EndpointError, match=r"no endpoint answers|unusable answers"):
             run.write(is_leaving_out=True)
+
+
+def opened(run: Run) -> Responses:
+    return open_responses(run.path, run.header, max_tokens=999, vocab_size=VOCAB_SIZE)
 
 
 def one(chat: ChatFormat, tmp_path: Path, choice: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -329,7 +353,7 @@ def test_the_end_of_turn_belongs_to_a_response_that_stopped_and_made_ids_are_mar
         ids = (chat.tokenizer(ids)["input_ids"] + [S] * (choice["finish_reason"] == "stop"))[:MOST]
     assert row["response_ids"] == ids
     assert row.get("is_retokenised") == is_retokenised
-    assert row["finish_reason"] == choice["finish_reason"]
+    assert row["finish_reason"] == ("loop" if ids == [S] else choice["finish_reason"])
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import STOP_TOKEN_ID, write_tiny_tokenizer
+from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from dspark.data.chat import digest
 from dspark.data.conversations import Conversation
+from dspark.data.prompts import ASKED_FILE, Prompt, Prompts, open_prompts
 from dspark.data.responses import (
-    Prompt,
+    Responses,
     ResponsesHeader,
     header_path,
     in_batches,
+    open_responses,
     read_header,
-    read_responses,
     write_responses,
 )
 from dspark.errors import RecordError
@@ -31,11 +32,13 @@ HEADER = ResponsesHeader(
     target_fingerprint="a" * 64,
     tokenizer_fingerprint="b" * 64,
     template_fingerprint=None,
-    prompts_sha256=digest(torch.tensor([row, 20, 21]) for row in range(1, 9)),
+    prompts_sha256=digest(torch.tensor([row, *range(20, 20 + row)]) for row in range(1, 9)),
     num_prompts=8,
     num_left_out=0,
-    is_thinking=False,
-    temperature=1.0,
+    asked_from="0" * 64,
+    answers="target",
+    thinking=(False,),
+    temperatures=(1.0,),
     max_response_tokens=6,
     generation_batch_size=3,
     stop_token_ids=(STOP_TOKEN_ID,),
@@ -51,53 +54,63 @@ def tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
 
 
-def prompts() -> list[Prompt]:
-    """Three plain texts, then five questions."""
+def asked(folder: Path) -> Prompts[Prompt]:
+    """Three plain texts, then five questions; the later, the longer."""
     rows = [Conversation("p.jsonl", row, text=f"x{row}") for row in range(1, 4)]
     rows += [Conversation("p.jsonl", row, ({"role": "user", "content": f"é{row}"},)) for row in range(4, 9)]
-    return [Prompt(row, torch.tensor([row.index, 20, 21])) for row in rows]
+    found = [[Prompt.of(row, [row.index, *range(20, 20 + row.index)], temperature=1.0)] for row in rows]
+    return open_prompts(folder / ASKED_FILE, found, Prompt, HEADER.prompts_sha256)
 
 
-def answer(ids: Sequence[torch.Tensor], first_row: int) -> list[torch.Tensor]:
+BATCHES = ([7, 6, 5], [4, 3, 2], [1, 0])
+"""The longest prompts first."""
+
+
+def answer(asked: Sequence[Prompt], rows: Sequence[int]) -> list[torch.Tensor]:
     """Rows with an even number stop after two tokens, the others are cut after three; the ids tell the row."""
-    for row, prompt_ids_T in enumerate(ids, first_row):
-        assert prompt_ids_T[0] == row + 1
-    tails = [[30 + row, STOP_TOKEN_ID] if row % 2 == 0 else [30 + row, 31, 32] for row in range(first_row, 8)]
-    return [torch.tensor(tail) for tail in tails[: len(ids)]]
+    for row, prompt in zip(rows, asked, strict=True):
+        assert prompt.prompt_ids[0] == row + 1
+    return [torch.tensor([30 + row, STOP_TOKEN_ID] if row % 2 == 0 else [30 + row, 31, 32]) for row in rows]
 
 
 def write(
     path: Path, tokenizer: PreTrainedTokenizerFast, header: ResponsesHeader = HEADER, most_batches: int = 9
-) -> list[int]:
-    """Write or continue; returns the first rows of the batches that had to be generated. Ends at ``most_batches``."""
+) -> list[list[int]]:
+    """Write or continue; returns the batches that had to be generated. Ends at ``most_batches``."""
     heard: list[int] = []
-    generated: list[int] = []
+    generated: list[list[int]] = []
 
-    def generate(ids: Sequence[torch.Tensor], first_row: int) -> list[torch.Tensor]:
+    def generate(prompts: Sequence[Prompt], rows: Sequence[int]) -> list[torch.Tensor]:
         assert path.with_suffix(".journal").read_bytes().count(b"\n") == sum(heard)
-        assert first_row % HEADER.generation_batch_size == 0
+        assert rows in BATCHES
         if len(generated) == most_batches:
             raise KeyboardInterrupt
-        generated.append(first_row)
-        return answer(ids, first_row)
+        generated.append(list(rows))
+        return answer(prompts, rows)
 
-    ask = in_batches(generate, prompts(), HEADER.generation_batch_size)
-    kinds = write_responses(ask, tokenizer, prompts(), header, path, lambda rows, _: heard.append(rows))
+    prompts = asked(path.parent)
+    ask = in_batches(generate, prompts, HEADER.generation_batch_size)
+    kinds = write_responses(ask, tokenizer, prompts, header, path, lambda rows, _: heard.append(rows))
     assert sum(heard) == kinds["rows"] == 8
-    assert not path.with_suffix(".journal").exists()
+    assert sorted(file.name for file in path.parent.glob("*.j*")) == ["responses.header.json", "responses.jsonl"]
     return generated
+
+
+def opened(path: Path, header: ResponsesHeader = HEADER, **limits: int) -> Responses:
+    return open_responses(path, header, **{"max_tokens": 99, "vocab_size": VOCAB_SIZE} | limits)
 
 
 def test_the_ids_come_back_exactly_and_only_the_response_is_supervised(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = tmp_path / "responses.jsonl"
-    assert write(path, tokenizer) == [0, 3, 6]
+    assert write(path, tokenizer) == list(BATCHES)
     assert read_header(path) == HEADER
-    for row, encoded in enumerate(read_responses(path, HEADER)):
-        response_ids_T = answer([torch.tensor([row + 1])], row)[0]
-        assert encoded.ids_T.tolist() == [row + 1, 20, 21, *response_ids_T.tolist()]
-        assert encoded.loss_mask_T.tolist() == [False] * 3 + [True] * len(response_ids_T)
+    for row, encoded in enumerate(opened(path)):
+        response_ids = [30 + row, STOP_TOKEN_ID] if row % 2 == 0 else [30 + row, 31, 32]
+        prompt_ids = [row + 1, *range(20, 21 + row)]
+        assert encoded.ids_T.tolist() == prompt_ids + response_ids
+        assert encoded.loss_mask_T.tolist() == [False] * len(prompt_ids) + [True] * len(response_ids)
         assert encoded.place == f"{path}:{row + 1}"
 
 
@@ -111,7 +124,7 @@ def test_a_cut_response_has_no_end_of_turn_that_the_target_did_not_write(
     assert [row["response_ids"][-1] == STOP_TOKEN_ID for row in rows] == [True, False] * 4
     assert [row["response"] for row in rows[:2]] == [tokenizer.decode([30]), tokenizer.decode([31, 31, 32])]
     assert (rows[0]["text"], rows[4]["messages"]) == ("x1", [{"role": "user", "content": "é5"}])
-    for row, encoded in zip(rows, read_responses(path, HEADER), strict=True):
+    for row, encoded in zip(rows, opened(path), strict=True):
         assert (encoded.ids_T == STOP_TOKEN_ID).sum() == (row["finish_reason"] == "stop")
 
 
@@ -124,7 +137,7 @@ def as_journal(path: Path, order: Sequence[int]) -> bytes:
     return journal
 
 
-@pytest.mark.parametrize("num_bytes_lost", [1, 40, 200, 500, 900, 1100])
+@pytest.mark.parametrize("num_bytes_lost", [1, 40, 200, 500, 900, 1500])
 @pytest.mark.parametrize("order", [range(8), (5, 0, 7, 2, 4, 3, 1, 6)])
 def test_a_torn_journal_is_continued_to_the_same_bytes(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, num_bytes_lost: int, order: Sequence[int]
@@ -135,7 +148,7 @@ def test_a_torn_journal_is_continued_to_the_same_bytes(
     journal = as_journal(path, order)
     os.truncate(path.with_suffix(".journal"), len(journal) - num_bytes_lost)
     kept = order[: journal[:-num_bytes_lost].count(b"\n")]
-    missing = sorted({row // 3 * 3 for row in range(8) if row not in kept})
+    missing = [batch for batch in BATCHES if not {*batch} <= {*kept}]
     if len(missing) > 1:
         with pytest.raises(KeyboardInterrupt):
             write(path, tokenizer, most_batches=1)
@@ -177,17 +190,19 @@ import sys, time
 from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
-from test_responses import HEADER, answer, prompts
+from test_responses import HEADER, answer, asked
 from dspark.data.responses import in_batches, write_responses
 
-def slow(ids, first_row):
-    if first_row == 6:
+def slow(prompts, rows):
+    if rows == [1, 0]:
         print("in the last batch", flush=True)
         time.sleep(60)
-    return answer(ids, first_row)
+    return answer(prompts, rows)
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
-write_responses(in_batches(slow, prompts(), 3), tokenizer, prompts(), HEADER, Path(sys.argv[2]), lambda *_: None)
+path = Path(sys.argv[2])
+prompts = asked(path.parent)
+write_responses(in_batches(slow, prompts, 3), tokenizer, prompts, HEADER, path, lambda *_: None)
 """
 
 
@@ -203,10 +218,10 @@ def test_a_killed_run_is_continued_to_the_same_bytes(tmp_path: Path, tokenizer: 
     child.stdout.close()
     assert len(path.with_suffix(".journal").read_bytes().splitlines()) == 6
     with open(path.with_suffix(".journal"), "ab") as file:
-        file.write(b'6 {"source": "p.jsonl", "ind')
+        file.write(b'1 {"source": "p.jsonl", "ind')
     with pytest.raises(RecordError, match=r"found no finished responses"):
         read_header(path)
-    assert write(path, tokenizer) == [6]
+    assert write(path, tokenizer) == [[1, 0]]
     write(whole, tokenizer)
     assert path.read_bytes() == whole.read_bytes()
     assert header_path(path).read_bytes() == header_path(whole).read_bytes()
@@ -214,7 +229,7 @@ def test_a_killed_run_is_continued_to_the_same_bytes(tmp_path: Path, tokenizer: 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("target_fingerprint", "d" * 64), ("prompts_sha256", "e" * 64), ("temperature", 0.5), ("seed", 3)],
+    [("target_fingerprint", "d" * 64), ("prompts_sha256", "e" * 64), ("temperatures", (0.5,)), ("seed", 3)],
 )
 def test_another_target_or_text_or_setting_is_refused_and_nothing_is_lost(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, key: str, value: object
@@ -243,10 +258,10 @@ def test_an_unfinished_or_damaged_file_is_named(tmp_path: Path, tokenizer: PreTr
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:6]))
     with pytest.raises(RecordError, match="found 6 responses, expected 8; delete it"):
-        read_responses(path, HEADER)
+        opened(path)
     path.write_text("".join([*lines[:2], lines[2].replace("stop", "tired"), *lines[3:]]))
     with pytest.raises(RecordError, match=r"responses.jsonl:3: not a response \(finish_reason"):
-        read_responses(path, HEADER)
+        opened(path)
     path.write_text("".join([*lines, lines[-1]]))
     with pytest.raises(RecordError, match="found 9 responses, expected 8"):
         write(path, tokenizer)

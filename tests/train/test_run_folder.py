@@ -67,7 +67,7 @@ def test_a_best_draft_is_not_compared_on_other_texts(tmp_path: Path) -> None:
         changed(run, "train", probe_prompts=3, probe_every_steps=0),
         changed(run, "eval", tasks=("other",)),
         changed(run, "eval", max_new_tokens=8),
-        changed(run, "data", is_thinking=not run.data.is_thinking),
+        changed(run, "data", thinking=(True, False)),
         changed(run, "target", dtype="float64"),
     ]
     for other in others:

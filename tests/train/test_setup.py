@@ -16,10 +16,11 @@ from dspark.train.setup import average_note, bias_note, fresh_draft
     ("text", "objective", "expected"),
     [
         ({}, {}, ""),
-        ({"temperature": 0.7}, {}, "at temperature 0.7"),
-        ({"answers": "given", "temperature": None}, {}, "by somebody else"),
-        ({"temperature": 0.7}, {"acceptance_form": "teacher_forced"}, ""),
-        ({"temperature": 0.7}, {"acceptance_length": 0.0}, ""),
+        ({"temperatures": (0.7,)}, {}, "at temperature 0.7"),
+        ({"temperatures": (1.0, 0.7)}, {}, "at temperature 1, 0.7"),
+        ({"answers": "given", "temperatures": ()}, {}, "by somebody else"),
+        ({"temperatures": (0.7,)}, {"acceptance_form": "teacher_forced"}, ""),
+        ({"temperatures": (0.7,)}, {"acceptance_length": 0.0}, ""),
     ],
 )
 def test_text_that_the_target_did_not_draw_at_temperature_1_is_noted(

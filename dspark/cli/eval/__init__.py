@@ -73,7 +73,7 @@ def evaluate(
     chosen = choose_target(given, target, dtype, device)
     names = contender_names(baselines)
     place = draft or (given.train.folder / "draft" if given else None)
-    is_thinking = thinking if thinking is not None else bool(given and given.data.is_thinking)
+    is_thinking = thinking if thinking is not None else bool(given and given.data.thinking[0])
     if is_thinking and plan.turns > 1:
         raise ConfigError("--turns: what was thought before is not told again by every template; leave --thinking out")
     made = choose_engine(engine, chosen.path, plan, device, tp)

@@ -1,0 +1,129 @@
+"""Prompts as they are asked, on disk: one JSON line each, read when it is wanted, so that memory holds numbers only."""
+
+import hashlib
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+
+from dspark.config import Section, describe_validation
+from dspark.data.chat import add_to_digest
+from dspark.data.conversations import Conversation
+from dspark.errors import RecordError
+from dspark.files import partial_of, put_in_place
+
+ASKED_FILE = "asked.jsonl"
+
+ItemT = TypeVar("ItemT")
+RowT = TypeVar("RowT", bound="Prompt")
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Prompt(Section, strict=True):
+    """Where a prompt came from, how it is asked, and its ids up to where the target goes on."""
+
+    source: str
+    index: int
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    is_thinking: bool = False
+    temperature: float | None = None
+    """None where the answer is given."""
+    prompt_ids: Annotated[list[TokenId], Field(min_length=1)]
+
+    @classmethod
+    def of(cls, conversation: Conversation, prompt_ids: Sequence[int], **others: Any) -> Self:
+        """The row of a conversation."""
+        messages, tools = list(conversation.messages) or None, list(conversation.tools) or None
+        others |= {"source": conversation.source, "index": conversation.index, "prompt_ids": prompt_ids}
+        return cls(messages=messages, text=conversation.text, tools=tools, **others)
+
+    @property
+    def conversation(self) -> Conversation:
+        """What ``of`` was given, but for later turns."""
+        return Conversation(
+            self.source, self.index, tuple(self.messages or ()), self.text, tools=tuple(self.tools or ())
+        )
+
+
+def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:
+    """Raises: RecordError naming the place of a line that is no such row."""
+    try:
+        return model.model_validate_json(line)
+    except ValidationError as error:
+        hint = "restore or delete this line, run dspark prepare again"
+        raise RecordError(f"{place}: not a response ({describe_validation(error)}); {hint}") from error
+
+
+class Lines(Sequence[ItemT]):
+    """Lines of a file that stay there; each is read when it is asked for, by any thread.
+    Shapes: places_S2 int64, where each begins and ends, in bytes.
+    """
+
+    def __init__(self, path: Path, places_S2: NDArray[np.int64]) -> None:
+        self.path, self.places_S2 = path, places_S2
+        self._file = open(path, "rb")  # noqa: SIM115 (as long as this object)
+
+    def __len__(self) -> int:
+        return len(self.places_S2)
+
+    @overload
+    def __getitem__(self, index: int) -> ItemT: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ItemT]: ...
+
+    def __getitem__(self, index: int | slice) -> ItemT | list[ItemT]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        begin, end = self.places_S2[index].tolist()
+        return self._item(index, os.pread(self._file.fileno(), end - begin, begin))
+
+    def _item(self, index: int, line: bytes) -> ItemT:
+        raise NotImplementedError
+
+
+class Prompts(Lines[RowT]):
+    """The rows of a file in order, with what tells them apart without reading them: 28 bytes of memory a row.
+    Shapes: num_tokens_S int32 (of the prompts), temperatures_S float64 (NaN: given). ``sha256`` is that of the prompts.
+    """
+
+    def __init__(self, path: Path, model: type[RowT]) -> None:
+        num_tokens, temperatures, ends, sha256 = array("i"), array("d"), array("q", [0]), hashlib.sha256()
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                row = parse_row(model, f"{path}:{number}", line)
+                add_to_digest(sha256, np.array(row.prompt_ids, dtype=np.int64))
+                num_tokens.append(len(row.prompt_ids))
+                temperatures.append(np.nan if row.temperature is None else row.temperature)
+                ends.append(ends[-1] + len(line))
+        ends_S1 = np.array(ends, dtype=np.int64)
+        super().__init__(path, np.stack((ends_S1[:-1], ends_S1[1:]), 1))
+        self.model, self.sha256 = model, sha256.hexdigest()
+        self.num_tokens_S, self.temperatures_S = np.array(num_tokens, dtype=np.int32), np.array(temperatures)
+
+    def _item(self, index: int, line: bytes) -> RowT:
+        return parse_row(self.model, f"{self.path}:{index + 1}", line)
+
+
+def open_prompts(path: Path, rows: Iterable[Iterable[RowT]], model: type[RowT], known: str | None) -> Prompts[RowT]:
+    """The prompts in ``path`` if they have the checksum ``known``; else those of ``rows``, written whole.
+    Raises: as ``rows``, and nothing is left then.
+    """
+    if known and path.is_file() and (found := Prompts(path, model)).sha256 == known:
+        return found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(partial_of(path), "wb") as file:
+            for row in (row for several in rows for row in several):
+                file.write(row.model_dump_json(exclude_none=True).encode() + b"\n")
+        put_in_place(partial_of(path), path)
+    finally:
+        partial_of(path).unlink(missing_ok=True)
+    return Prompts(path, model)
