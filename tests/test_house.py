@@ -18,8 +18,8 @@ ARROWS = {
     "draft": {"layers", "kernels"},
     "data": set(),
     "verifier": {"target", "kernels", "layers", "draft"},  # layers: rotary table; draft: its weights for kernels
-    "record": {"target", "verifier", "data"},
-    "train": {"draft", "record", "data", "kernels"},
+    "record": {"target", "verifier", "data", "layers"},  # layers: states in eight bits
+    "train": {"draft", "record", "data", "kernels", "layers"},  # layers: the same, widened where they are read
     "export": {"draft"},
     "decode": {"draft", "target", "verifier"},
     "eval": {"decode", "data", "draft"},  # a measurement holds the draft that it hands on to decode
