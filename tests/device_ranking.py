@@ -63,7 +63,7 @@ def sums_and_gathers(ranks: Ranks, is_chained: bool) -> None:
             for mine, right in zip(found, expected, strict=True):
                 torch.testing.assert_close(mine, right, rtol=2**-6, atol=2**-6)
                 assert_alike(ranks, mine, (num_tokens, num_parts))
-    for shape in ((9,), (3, 5, 7 * 128), (9, 78592)):
+    for shape in ((9,), (3, 5, 7 * 128), (9, 78592), (17, 2 * WIDTH), (300, 39296)):
         for dtype in (torch.float32, torch.int64):
             values = torch.arange(torch.Size(shape).numel(), device="cuda").to(dtype).view(shape) + ranks.rank
             found = ranks.gather(values, is_chained=is_chained)

@@ -55,7 +55,8 @@ def speak_over_files(ranks: Processes, folder: Path) -> None:
     residual_TD, weight_D = torch.ones(19, verifier.hidden_size), torch.ones(verifier.hidden_size)
     for name, way in (("long", together), ("long by sockets", ranks)):
         found[name] = way.add_norm(parts_TKD, None, residual_TD, weight_D, 1e-6)[0]
-    values = torch.arange(3 * 700).view(3, 700) + ranks.rank
-    for name, way in (("gathered", together), ("gathered by sockets", ranks)):
-        found[name] = way.gather(values)
+    for num_rows in (3, 17):
+        values = torch.arange(num_rows * 700).view(num_rows, 700) + ranks.rank
+        for name, way in (("gathered", together), ("gathered by sockets", ranks)):
+            found[f"{num_rows} {name}"] = way.gather(values)
     save_file(found, folder / f"{ranks.rank}.safetensors")

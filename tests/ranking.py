@@ -13,7 +13,7 @@ from verifying import CAPACITY_TOKENS, random_ids
 
 from dspark.cli import bench
 from dspark.target.loading import NANO_FOLDER
-from dspark.verifier import Precision, Step, Verifier
+from dspark.verifier import PackedReader, Precision, Step, Verifier
 from dspark.verifier.ranks import Ranks
 from dspark.verifier.ranks.launch import run
 from dspark.verifier.timing import prefill
@@ -24,7 +24,9 @@ LAYERS = (3, 0)
 
 @torch.no_grad()
 def everything(verifier: Verifier, num_greedy: int) -> dict[str, torch.Tensor]:
-    """All that a verifier says: states and logits of a prompt and a window, after every count, and a greedy text."""
+    """All that a verifier says: states and logits of a prompt and a window, after every count, and a greedy text; and
+    what a ``PackedReader`` with its weights says of several sequences.
+    """
     prompt_T, window_T = random_ids(verifier.vocab_size, 19), random_ids(verifier.vocab_size, WINDOW, seed=1)
     found: dict[str, torch.Tensor] = {"head": verifier.head_VD}
     for count in range(WINDOW + 1):
@@ -36,6 +38,10 @@ def everything(verifier: Verifier, num_greedy: int) -> dict[str, torch.Tensor]:
         found |= {"window": staged.last_hidden_ND, "window taps": staged.taps_NLD}
         found[f"after {count}"] = after.last_hidden_ND
     found["logits"] = verifier.logits(found["window"])
+    reader = PackedReader(verifier.weights, verifier.target_layer_ids, verifier.ranks)
+    _, output = reader.prefill([random_ids(verifier.vocab_size, length, seed=length) for length in (1, 19, 30)])
+    found |= {"pack": output.last_hidden_ND, "pack taps": output.taps_NLD}
+    found |= {"pack logits": reader.logits(output.last_hidden_ND), "pack head": reader.head_VD}
     found |= greedy(verifier, prompt_T, num_greedy)
     return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 

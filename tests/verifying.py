@@ -18,22 +18,26 @@ def random_ids(vocab_size: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 class Pair(Ranks):
-    """Two ranks as two threads of this process, on the CPU."""
+    """Two ranks, or more, as threads of this process, on the CPU."""
 
-    world_size = 2
+    def __init__(self, world_size: int = 2) -> None:
+        self.world_size, self.given, self.own = world_size, [None] * world_size, threading.local()
+        self.barrier = threading.Barrier(world_size, timeout=60)
 
-    def __init__(self) -> None:
-        self.barrier, self.given, self.own = threading.Barrier(2, timeout=60), [None, None], threading.local()
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """That of the thread that asks."""
+        return int(getattr(self.own, "rank", 0))
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """What ``work(rank)`` returns on both ranks."""
-        found = [None, None]
+        """What ``work(rank)`` returns on every rank."""
+        found = [None] * self.world_size
 
         def of(rank: int) -> None:
             self.own.rank = rank
             found[rank] = work(rank)
 
-        threads = [threading.Thread(target=of, args=(rank,)) for rank in range(2)]
+        threads = [threading.Thread(target=of, args=(rank,)) for rank in range(self.world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:

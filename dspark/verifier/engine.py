@@ -11,13 +11,13 @@ import torch
 from dspark.errors import ConfigError
 from dspark.kernels import MAX_TOKENS, kda, projection, router
 from dspark.target.config import load_target_config
-from dspark.target.loading import check_ids, check_taps
+from dspark.target.loading import check_ids
 from dspark.types import TargetOutput
 from dspark.verifier.blocks import Chain
 from dspark.verifier.buffers import allocate_buffers
 from dspark.verifier.calls import Caller, call
 from dspark.verifier.capture import Captured
-from dspark.verifier.plan import PIECE_TOKENS, free_bytes, make_plan
+from dspark.verifier.plan import PIECE_TOKENS, check_device, check_parts, free_bytes, make_plan
 from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.reading import read_packed
 from dspark.verifier.sharding import load_weights
@@ -49,10 +49,7 @@ class Verifier:
         is_chained: bool = True,
         ranks: Ranks = ALONE,
     ) -> None:
-        _check_device(weights.device)
-        if ranks.world_size > 1 and weights.shard != Shard(ranks.rank, ranks.world_size):
-            raise ValueError(f"rank {ranks.rank} of {ranks.world_size} was given the weights of {weights.shard}")
-        check_taps(target_layer_ids, weights.config.num_hidden_layers)
+        check_parts(weights, target_layer_ids, ranks)
         if weights.device.type == "cuda":
             from dspark.kernels.launch import keep_shared_memory  # Triton, which a CPU may lack
 
@@ -85,7 +82,7 @@ class Verifier:
         ranks: Ranks = ALONE,
     ) -> Self:
         """Plan, then read a rank's slices. Raises: ConfigError when the memory is missing; as ``load_weights``."""
-        _check_device(torch.device(device))
+        check_device(torch.device(device))
         shard = Shard(ranks.rank, ranks.world_size)
         plan = make_plan(load_target_config(folder), shard, capacity_tokens, dtype, device)
         plan.check(free_bytes(device), str(device))
@@ -215,15 +212,6 @@ class Verifier:
         """Raises: ValueError unless this is the sequence of the last prefill."""
         if cache.number != self._number:
             raise ValueError("this sequence was replaced: the verifier holds only that of its last prefill")
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("the verifier was asked onto a GPU, and torch finds none on this machine; use device cpu")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) not in {(9, 0), (10, 0), (10, 3)}:
-        found = torch.cuda.get_device_name(device)
-        need = "the verifier's kernels need compute capability 9.0 or 10.0 and its shared memory"
-        raise ConfigError(f"{need}, found {found}; dspark eval takes --engine reference")
 
 
 def _check_single(num_sequences: int) -> None:

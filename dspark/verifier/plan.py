@@ -1,4 +1,4 @@
-"""How many bytes a rank needs, known before anything is allocated."""
+"""What a rank needs of its device, known before anything is allocated: the GPU's kind, and how many bytes."""
 
 import os
 from dataclasses import astuple, dataclass
@@ -8,14 +8,18 @@ import torch
 from dspark.errors import ConfigError
 from dspark.kernels import MAX_TOKENS
 from dspark.target.config import TargetConfig
+from dspark.target.loading import check_taps
 from dspark.verifier.blocks import num_splits
 from dspark.verifier.buffers import allocate_buffers
-from dspark.verifier.weights import Dtypes, Shard, allocate, allocate_mtp
+from dspark.verifier.ranks import Ranks
+from dspark.verifier.weights import Dtypes, Shard, VerifierWeights, allocate, allocate_mtp
 
 GRAPH_RESERVE_BYTES = 1 << 30
 """On a GPU, for the context, compiled kernels and captured graphs."""
 PIECE_TOKENS = 8192
 """Tokens of one pass of a prefill, and of one pass through a layer's experts: their weights are read once."""
+LOGIT_ROWS = 512
+"""Rows of full-vocabulary logits that whoever reads packs is expected to ask for at once."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,19 @@ def make_plan(
     )
 
 
+def make_reading_plan(
+    config: TargetConfig, shard: Shard, num_tokens: int, dtype: Dtypes, device: torch.device | str, num_taps: int
+) -> Plan:
+    """The plan of one rank that reads packs of ``num_tokens`` and keeps nothing of them; allocates nothing.
+    ``LOGIT_ROWS`` logits are there three times: a rank's own, all ranks', in order. Raises: ConfigError as ``Shard``.
+    """
+    weights = allocate(config, shard, dtype, "meta")
+    scratch_bytes = reading_bytes(config, shard, num_tokens, weights.dtype, num_taps)
+    scratch_bytes += 3 * LOGIT_ROWS * config.vocab_size * 4
+    scratch_bytes += (torch.device(device).type == "cuda") * GRAPH_RESERVE_BYTES
+    return Plan(weights.num_bytes, 0, 0, scratch_bytes)
+
+
 def reading_bytes(
     config: TargetConfig, shard: Shard, num_tokens: int, dtype: torch.dtype, num_taps: int = 0, start: int = 0
 ) -> int:
@@ -103,3 +120,23 @@ def free_bytes(device: torch.device | str) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_device(device: torch.device) -> None:
+    """Raises: ConfigError for a GPU that is not there, or that the kernels were not made for."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("the verifier was asked onto a GPU, and torch finds none on this machine; use device cpu")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) not in {(9, 0), (10, 0), (10, 3)}:
+        found = torch.cuda.get_device_name(device)
+        need = "the verifier's kernels need compute capability 9.0 or 10.0 and its shared memory"
+        raise ConfigError(f"{need}, found {found}; dspark eval takes --engine reference")
+
+
+def check_parts(weights: VerifierWeights, target_layer_ids: tuple[int, ...], ranks: Ranks) -> None:
+    """Raises: ConfigError as ``check_device``, or for tapped layers that are not there; ValueError for the weights of
+    another rank.
+    """
+    check_device(weights.device)
+    if ranks.world_size > 1 and weights.shard != Shard(ranks.rank, ranks.world_size):
+        raise ValueError(f"rank {ranks.rank} of {ranks.world_size} was given the weights of {weights.shard}")
+    check_taps(target_layer_ids, weights.config.num_hidden_layers)

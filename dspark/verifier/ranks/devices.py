@@ -85,18 +85,28 @@ class Devices(Processes):
     def _add_long(
         self, parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        self._turn = 1 - self._turn
-        num_rows, width = residual_TD.shape
-        every = [memory_2ND[self._turn, :num_rows] for memory_2ND in self._laid_open[width]]
-        every[self.rank].copy_(partial_sum(parts_TKD, weights_TK))
-        self.gather(torch.zeros(1, dtype=torch.int32, device=residual_TD.device))
+        every = self._lay_open(partial_sum(parts_TKD, weights_TK), residual_TD.shape[1])
         return residual.add_norm(torch.stack(every, 1), None, residual_TD, norm_weight_D, eps)
 
+    def _lay_open(self, values: Tensor, width: int) -> list[Tensor]:
+        """Every rank's values, of one shape, at most LONG_ROWS * width; the second call from this one replaces them."""
+        self._turn = 1 - self._turn
+        every = [memory_2ND[self._turn].view(-1)[: values.numel()] for memory_2ND in self._laid_open[width]]
+        every[self.rank].copy_(values.flatten())
+        self.gather(torch.zeros(1, dtype=torch.int32, device=values.device))
+        return [memory_N.view(values.shape) for memory_N in every]
+
     def gather(self, values: Tensor, *, is_chained: bool = False) -> Tensor:
-        """See ``Ranks``; as four-byte numbers, in rows of the slots' width."""
+        """See ``Ranks``; as four-byte numbers, in rows of the slots' width, or laid open where they are more than these
+        hold and not a window's. Not those: the replays of a captured graph would not take turns.
+        """
         memory = next(iter(self._exchanges.values()))
         words_N, width = values.contiguous().view(-1).view(torch.int32), memory.slots_SRPD.shape[-1]
         size = len(words_N)
+        if size > MAX_TOKENS * width and len(values) > MAX_TOKENS:
+            pieces = torch.split(words_N.view(torch.float32), LONG_ROWS * width)
+            every_RN = torch.cat([torch.stack(self._lay_open(piece_N, width)) for piece_N in pieces], 1)
+            return every_RN.view(values.dtype).view(self.world_size, *values.shape)
         if size > width:
             words_N = functional.pad(words_N, (0, -size % width))
         rows = torch.split(words_N.view(-1, min(size, width)), MAX_TOKENS)

@@ -83,12 +83,12 @@ def feed(x_ND: Tensor, layer: LayerWeights, config: TargetConfig) -> tuple[Tenso
     if layer.router is None:
         gate_NI, up_NI = functional.linear(x_ND, experts.gate_up_XCD[0]).chunk(2, 1)
         return functional.linear(moe.swiglu(gate_NI, up_NI), experts.down_XDI[0])[:, None], None
-    logits_NX = _wide_product(x_ND, layer.router.gate_XD)
+    logits_NX = wide_product(x_ND, layer.router.gate_XD)
     ids_NJ, weights_NJ = router.choose(logits_NX, layer.router.bias_X, config.router_law)
     return moe.run_each(x_ND, ids_NJ, experts.gate_up_XCD, experts.down_XDI, experts.limits_X), weights_NJ
 
 
-def _wide_product(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
+def wide_product(x_ND: Tensor, weight_XD: Tensor) -> Tensor:
     """``x W^T`` in float32 or higher; a GPU sums products of the weight's dtype, as the engine's router does."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     if x_ND.is_cuda and weight_XD.dtype != wide:
