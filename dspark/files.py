@@ -86,12 +86,14 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 @contextmanager
-def claim(folder: Path) -> Iterator[None]:
-    """Make the folder and be its only writer until the block ends. Raises: ConfigError when another one writes."""
+def claim(folder: Path, *, is_shared: bool = False) -> Iterator[None]:
+    """Make the folder and be its only writer until the block ends, or one of those that share it.
+    Raises: ConfigError when another one writes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
         raise ConfigError(f"{folder}: another process writes here; wait for it, or choose another folder") from error

@@ -67,15 +67,21 @@ def record(folder: Path, target: Target[Any], sequences: list[Encoded], /, **cha
     done = sum(manifest.shards[number].num_sequences for number in range(len(manifest.shards))
                if number not in (missing_shards(folder, manifest) or ()))  # fmt: skip
     turns = take_turns(lambda: missing_shards(folder, manifest), leases, 0.01)
-    capture(target, sequences, manifest, turns, lambda n: ShardWriter(folder, manifest, n, leases), heard.append)
+    capture(
+        target,
+        sequences,
+        manifest,
+        turns,
+        lambda n: ShardWriter(folder, manifest, n, leases),
+        lambda n, _: heard.append(n),
+    )
     assert done + sum(heard) == len(sequences)
     return RecordReader(folder)
 
 
 def record_everything(folder: Path, **changes: Any) -> int:
     """Record, or go on with a record; returns how many sequences the target had to read."""
-    target, sequences = make_target(), make_sequences()
-    num_read = 0
+    target, num_read = make_target(), 0
     prefill = target.prefill
 
     def counted(ids: Any) -> Any:
@@ -94,7 +100,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def assert_head_says_what_was_recorded(reader: RecordReader, head_VD: torch.Tensor) -> None:
-    """The labels' log-probabilities and the entropies that the head gives on the recorded states stand in the record."""
+    """The labels' log-probabilities and entropies that the head gives on the recorded states stand there."""
     found, recorded = [], []
     for index in range(len(reader)):
         fields = reader.fields(index)

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from dspark.config import RunConfig
 from dspark.distributed import start_accelerator
-from dspark.record.format import Manifest
-from dspark.record.writer import open_writer
+from dspark.record.format import Manifest, plan_shards
+from dspark.record.leases import Leases
+from dspark.record.order import ReadingOrder
+from dspark.record.writer import ShardWriter, start_record
 from dspark.target.loading import target_fingerprint
 from dspark.train.batches import CPU, Batch, Draw, Record, Share, copied_ahead, fill, plan_batch, window_draws
 from dspark.train.objective import Metrics
@@ -40,6 +42,11 @@ LENGTHS = (19, 40, 26, 33, 12, 28, 37)
 class Sequences(list[RecordedSequence]):
     """A record in memory."""
 
+    @property
+    def starts(self) -> list[int]:
+        """As of a record of one shard."""
+        return [0, len(self)]
+
     def text(self, index: int) -> tuple[Tensor, Tensor]:
         """As of a record."""
         return self[index].ids_T, self[index].loss_mask_T
@@ -50,9 +57,14 @@ def read_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: to
     return fill(record, plan_batch(record, draws, run, device), device)
 
 
+def draws_of(record: Record, seed: int, start: int, share: Share) -> list[list[Draw]]:
+    """Of the step after ``start`` sequences."""
+    return window_draws(ReadingOrder(record.starts, seed), start, share)
+
+
 def read_window(record: Record, run: RunConfig, start: int, share: Share, device: torch.device = CPU) -> list[Batch]:
     """Of the step after ``start`` sequences."""
-    return [read_batch(record, each, run, device) for each in window_draws(len(record), run.seed, start, share)]
+    return [read_batch(record, each, run, device) for each in draws_of(record, run.seed, start, share)]
 
 
 def ready(batch: Batch) -> Future[Batch]:
@@ -84,9 +96,8 @@ def make_sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> Sequences
 
 def write_record(folder: Path, target: Path, sequences: list[RecordedSequence]) -> None:
     """Store the sequences as ``dspark record`` would, in one shard."""
-    loss_mask_N = torch.cat([sequence.loss_mask_T for sequence in sequences])
     lengths = [len(sequence.ids_T) for sequence in sequences]
-    hidden = [sequence.last_hidden_TD[:-1][sequence.loss_mask_T[1:]] for sequence in sequences]
+    sizes = lengths, [int(sequence.loss_mask_T.sum()) for sequence in sequences]
     description = Manifest(
         target=target.name,
         target_fingerprint=target_fingerprint(target),
@@ -99,22 +110,16 @@ def write_record(folder: Path, target: Path, sequences: list[RecordedSequence]) 
         thinking=(False,),
         temperatures=(1.0,),
         text_sha256="0" * 64,
-        num_sequences=len(sequences),
-        num_tokens=sum(lengths),
-        num_supervised=int(loss_mask_N.sum()),
         shard_tokens=sum(lengths),
+        shards=plan_shards(*sizes, sum(lengths)),
     )
-    open_writer(folder, description).write_shard(
-        0,
-        {
-            "offsets_S1": torch.tensor([0, *lengths]).cumsum(0),
-            "ids_N": torch.cat([sequence.ids_T for sequence in sequences]).int(),
-            "loss_mask_N": loss_mask_N,
-            "taps_NLD": torch.cat([sequence.taps_TLD for sequence in sequences]),
-            "last_hidden_MD": torch.cat(hidden),
-            "label_logprobs_M": torch.zeros(int(loss_mask_N.sum())),
-        },
-    )
+    start_record(folder, description)
+    writer = ShardWriter(folder, description, 0, Leases(folder))
+    for sequence, num_supervised in zip(sequences, sizes[1], strict=True):
+        fields = {"ids_T": sequence.ids_T.int(), "loss_mask_T": sequence.loss_mask_T, "taps_TLD": sequence.taps_TLD}
+        fields["last_hidden_MD"] = sequence.last_hidden_TD[:-1][sequence.loss_mask_T[1:]]
+        writer.add(fields | dict.fromkeys(("label_logprobs_M", "entropies_M"), torch.zeros(num_supervised)))
+    writer.finish()
 
 
 def run_fields(folder: Path, **train: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from dspark.cli.bench import bench, verify
 from dspark.cli.bench.headline import headline
+from dspark.cli.bench.record import record as bench_record
 from dspark.cli.bench.train import train
 from dspark.cli.chat import chat
 from dspark.cli.demo import demo
@@ -75,6 +76,10 @@ dspark bench headline --target ling-3.0-flash --weights FOLDER --draft FOLDER --
 dspark bench train --config configs/ling-3.0-flash.yaml --json bench.json
 dspark bench train --config configs/ling-3.0-flash.yaml --tokens 32768 --set train.activation_checkpointing=true
 accelerate launch --num_processes 2 --mixed_precision bf16 eval/bench_train.py --config configs/ling-3.0-flash.yaml
+""",
+    bench_record: """
+dspark bench record --config configs/nano.yaml
+dspark bench record --config configs/ling-3.0-tiny.yaml --tokens 262144 --set record.taps=float8 --json bench.json
 """,
 }
 

@@ -1,29 +1,29 @@
 """``dspark record``: the target reads its own responses, and what it says is stored."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from dspark.cli.identity import describe_origin
-from dspark.cli.terminal import DEFAULT_DEVICE, Device, count_progress
+from dspark.cli.recording import Job, run_job
+from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.config import RunConfig, load_run
-from dspark.data.chat import Encoded
 from dspark.data.responses import RESPONSES_FILE, Responses, ResponsesHeader, open_responses, read_header
-from dspark.errors import DraftMismatchError, RecordError
+from dspark.errors import ConfigError, DraftMismatchError, RecordError
 from dspark.files import claim
-from dspark.record.capture import capture
-from dspark.record.checking import check_shards
-from dspark.record.format import Manifest
-from dspark.record.reader import RecordReader
-from dspark.record.writer import open_writer
-from dspark.target.loading import TargetFacts, load_target, locate_target, target_facts
+from dspark.record.format import Manifest, plan_shards
+from dspark.record.order import drawn_order
+from dspark.record.writer import start_record
+from dspark.target.loading import TargetFacts, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
-from dspark.types import Target
+from dspark.verifier.ranks import ALONE, start
+
+SECONDS_FOR_A_SHARD = 1800.0
+"""How long ranks wait for the one that writes, at most."""
 
 
 def record(
@@ -36,52 +36,48 @@ def record(
         bool, typer.Option("--check", help="Hold a finished record against the target: checksums, text, states.")
     ] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Check, then record the shards with a fault anew.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Say what every shard holds; checksums are verified, no target is asked.")
+    ] = False,
+    measure_fp8: Annotated[
+        Path | None, typer.Option("--measure-fp8", help="Say what record.taps=float8 costs this draft, and stop.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share the target, one GPU each.")] = 1,
     device: Device = DEFAULT_DEVICE,
 ) -> None:
-    """Run the target over the responses of dspark prepare into record.folder. Run again to resume."""
+    """Run the target over the responses of dspark prepare into record.folder. Run again to resume.
+
+    Several of these may run at once, also on machines that share the folder: each takes shards that no other is at, and
+    what a dead one was at is free again, after two minutes at most. On a GPU a Ling-3.0 target is read by the verifier.
+    With record.ring_shards the record never lies there whole: it follows train.py, which reads and deletes it.
+    """
     run = load_run(config, tuple(overrides or ()))
+    if sum(map(bool, (check, repair, stats, measure_fp8))) > 1:
+        raise ConfigError("--check, --repair, --stats, --measure-fp8: give one of them")
+    if run.record.ring_shards and (check or repair or stats):
+        raise ConfigError(
+            "record.ring_shards: such a record never lies there whole; leave out --check, --repair, --stats"
+        )
     folder = locate_target(run.target.path)
     facts = target_facts(folder)
     check_draft(run, facts)
-    tokenizer = load_tokenizer(folder)
-    origin = describe_origin(run, folder, tokenizer)
+    origin = describe_origin(run, folder, load_tokenizer(folder))
     header = read_prepared(run, origin)
     limits = {"max_tokens": run.record.max_tokens, "vocab_size": facts.vocab_size}
-    sequences = open_responses(run.record.folder / RESPONSES_FILE, header, **limits, is_leaving_out=leave_out_unusable)
-    description = describe(run, facts, origin, sequences, header)
-    with claim(run.record.folder):
-        writer = open_writer(run.record.folder, description)
-        console = Console(soft_wrap=True, highlight=False)
-        size = f"{description.num_tokens} tokens, {description.num_supervised} to predict"
-        console.print(f"{len(sequences)} sequences, {size}, about {description.num_bytes / 1e9:.2f} GB", markup=False)
-        layers = run.draft.target_layer_ids
-        target = load_target(folder, target_layer_ids=layers, dtype=description.torch_dtype, device=device)
-        if check or repair:
-            faulty = find_faults(target, sequences, run.record.folder, console)
-            if not faulty or not repair:
-                raise typer.Exit(2 if faulty else 0)
-            for file in faulty:
-                (run.record.folder / file).unlink(missing_ok=True)
-        with count_progress("recorded", len(sequences)) as on_sequence:
-            capture(target, sequences, writer, on_sequence)
-        console.print(f"{len(writer.manifest.shards)} shards in {run.record.folder}", markup=False)
-
-
-def find_faults(target: Target[Any], sequences: Sequence[Encoded], folder: Path, console: Console) -> list[str]:
-    """Print what every shard holds and what is wrong with it. Returns: the files of those with a fault."""
-    reader = RecordReader(folder)
-    with count_progress("shards", len(reader.manifest.shards)) as on_shard:
-        checks = list(check_shards(target, sequences, reader, on_shard))
-    table = Table("shard", "tokens", "to predict", "nats each", "states", box=SIMPLE)
-    for found in checks:
-        numbers = ("-" if value is None else f"{value:.2g}" for value in (found.nats, found.states_error))
-        table.add_row(found.file, str(found.num_tokens), str(found.num_supervised), *numbers)
-    console.print(table, "nats each: of what is to be predicted; states: recorded less those of now, of their norm")
-    faulty = [found for found in checks if found.fault]
-    for found in faulty:
-        console.print(f"{folder / found.file}: {found.fault}", markup=False)
-    console.print(f"{len(checks) - len(faulty)} of {len(checks)} shards are what the target says", markup=False)
-    return [found.file for found in faulty]
+    responses = open_responses(run.record.folder / RESPONSES_FILE, header, **limits, is_leaving_out=leave_out_unusable)
+    manifest = describe(run, facts, origin, responses, header)
+    wish = "check" if check else "repair" if repair else "stats" if stats else "record"
+    job = Job(run, folder, manifest, responses, device, wish, measure_fp8)
+    console = Console(soft_wrap=True, highlight=False)
+    size = f"{manifest.num_tokens} tokens, {manifest.num_supervised} to predict"
+    console.print(f"{len(responses)} sequences, {size}, {manifest.num_bytes / 1e9:.2f} GB", markup=False)
+    with claim(run.record.folder, is_shared=True):
+        if not measure_fp8:
+            start_record(run.record.folder, manifest, run.record.ring_shards)
+        if tp > 1:
+            start(partial(run_job, job=job), tp, torch.device(device).type, SECONDS_FOR_A_SHARD)
+        else:
+            run_job(ALONE, job)
 
 
 def check_draft(run: RunConfig, facts: TargetFacts) -> None:
@@ -114,17 +110,19 @@ def read_prepared(run: RunConfig, origin: dict[str, Any]) -> ResponsesHeader:
 def describe(
     run: RunConfig, facts: TargetFacts, origin: dict[str, Any], responses: Responses, header: ResponsesHeader
 ) -> Manifest:
-    """The manifest of the record to come, without shards."""
+    """The manifest of the record to come."""
+    order_S = drawn_order(len(responses), run.seed)
+    tokens, supervised = responses.num_tokens_S[order_S].tolist(), responses.num_supervised_S[order_S].tolist()
     return Manifest(
         **origin,
         target_layer_ids=run.draft.target_layer_ids,
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
+        taps=run.record.taps,
         answers=header.answers,
         temperatures=header.temperatures,
         text_sha256=responses.text_sha256,
-        num_sequences=len(responses),
-        num_tokens=int(responses.num_tokens_S.sum()),
-        num_supervised=int(responses.num_supervised_S.sum()),
+        seed=run.seed,
         shard_tokens=run.record.shard_tokens,
+        shards=plan_shards(tokens, supervised, run.record.shard_tokens),
     )

@@ -4,8 +4,9 @@ import hashlib
 import os
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, overload
+from typing import Annotated, Any, BinaryIO, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +69,10 @@ class Lines(Sequence[ItemT]):
 
     def __init__(self, path: Path, places_S2: NDArray[np.int64]) -> None:
         self.path, self.places_S2 = path, places_S2
-        self._file = open(path, "rb")  # noqa: SIM115 (as long as this object)
+
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return open(self.path, "rb")
 
     def __len__(self) -> int:
         return len(self.places_S2)

@@ -16,7 +16,7 @@ from dspark.kernels.transfer import onto
 from dspark.layers.float8 import to_float8
 from dspark.record.format import Manifest, group_by_tokens
 from dspark.record.leases import Leases
-from dspark.record.order import generator_of
+from dspark.record.order import drawn_order
 from dspark.record.writer import ShardWriter
 from dspark.types import Target
 
@@ -29,13 +29,11 @@ PACKS_WAITING = 2
 
 
 class Drawn(Sequence[Encoded]):
-    """Sequences in the order in which a record holds them, drawn by ``seed``: any few shards are like all the others,
-    however the sources were sorted.
-    """
+    """Sequences in the order in which a record of this ``seed`` holds them."""
 
     def __init__(self, sequences: Sequence[Encoded], seed: int) -> None:
         self.sequences = sequences
-        self.order_S = torch.randperm(len(sequences), generator=generator_of(seed, "record")).numpy()
+        self.order_S = drawn_order(len(sequences), seed)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -80,15 +78,14 @@ def capture(
     manifest: Manifest,
     shards: Iterable[int | None],
     open_shard: Callable[[int], ShardWriter] | None,
-    on_sequences: Callable[[int], None],
+    on_sequences: Callable[[int, int], None],
 ) -> None:
     """Record ``shards`` (None: nothing to do for the moment) of ``sequences``, which are in the record's order.
 
     What goes into a shard depends on nothing outside it: a run that was stopped and started again, or another machine,
     writes the same bytes. A thread writes, at most ``PACKS_WAITING`` calls behind the target. ``open_shard`` is None on
-    ranks that only help to compute. ``on_sequences`` is told how many sequences were read.
-    Raises: RecordError for ids outside the vocabulary, naming the first sequence of a pack with states not finite, or
-    when the disk refuses.
+    ranks that only help to compute. ``on_sequences`` is told how many sequences and tokens were read.
+    Raises: RecordError naming the first sequence of a pack with states not finite, or when the disk refuses.
     """
     pending, unfinished, pool = deque[Future[None]](), list[ShardWriter](), ThreadPoolExecutor(1)
 
@@ -108,13 +105,12 @@ def capture(
             if open_shard:
                 unfinished.append(writer := open_shard(index))
             members = [sequences[place] for place in range(*manifest.starts[index : index + 2])]
-            check_ids(members, target.vocab_size)
             for group in group_by_tokens([len(each.ids_T) for each in members], TOKENS_PER_CALL):
                 pack = read_pack(target, members[group.start : group.stop], manifest.taps == "float8")
                 if open_shard:
                     pending.append(pool.submit(_write, writer, pack))
                     keep_up(PACKS_WAITING)
-                on_sequences(len(group))
+                on_sequences(len(group), len(pack.states["ids_T"]))
             if open_shard:
                 pending.append(pool.submit(finish, writer))
         keep_up(0)
@@ -122,14 +118,6 @@ def capture(
         pool.shutdown(cancel_futures=True)
         for writer in unfinished:
             writer.discard()
-
-
-def check_ids(sequences: Iterable[Encoded], vocab_size: int) -> None:
-    """Refuse ids that the target has no embedding row for. Raises: RecordError naming the first sequence."""
-    for sequence in sequences:
-        low, high = int(sequence.ids_T.min()), int(sequence.ids_T.max())
-        if low < 0 or high >= vocab_size:
-            raise RecordError(f"{sequence.place}: found token ids {low}..{high}, expected 0..{vocab_size - 1}")
 
 
 def read_pack(target: Target[Any], sequences: Sequence[Encoded], is_float8: bool) -> Pack:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SHUFFLED_SHARDS = 8
@@ -62,6 +64,11 @@ class ReadingOrder:
         shards = self._pass(epoch)[0][group * SHUFFLED_SHARDS : (group + 1) * SHUFFLED_SHARDS]
         members_S = torch.cat([torch.arange(self.starts[shard], self.starts[shard + 1]) for shard in shards])
         return members_S[torch.randperm(len(members_S), generator=generator_of(self.seed, "order", epoch, group))]
+
+
+def drawn_order(num_sequences: int, seed: int) -> NDArray[np.int64]:
+    """In which order a record holds sequences: any few shards are like all others, however the sources were sorted."""
+    return torch.randperm(num_sequences, generator=generator_of(seed, "record")).numpy()
 
 
 def generator_of(*key: object) -> torch.Generator:

@@ -44,11 +44,14 @@ class ShardIndex:
 class RecordReader:
     """The sequences of a record: ``len(reader)``, ``reader[i]``. Only the asked-for sequence is read from disk.
 
-    ``wait`` is called with a shard that is not there yet, until it is; without it the whole record must be there.
+    ``wait`` is called with a shard that is not there yet, until it is. Without it the whole record must be there; or
+    with ``is_whole`` false only what is read.
     Raises: RecordError when the folder holds no record, an unfinished one, or a damaged manifest.
     """
 
-    def __init__(self, folder: Path | str, wait: Callable[[Path], None] | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, wait: Callable[[Path], None] | None = None, *, is_whole: bool = True
+    ) -> None:
         self.folder = Path(folder)
         while wait and not (self.folder / MANIFEST_FILE).is_file():
             wait(self.folder / MANIFEST_FILE)
@@ -56,7 +59,8 @@ class RecordReader:
         self._wait = wait
         self._shards: OrderedDict[int, ShardIndex] = OrderedDict()
         self._opening = Lock()
-        missing = 0 if wait else sum(not is_there(self.folder, self.manifest, n) for n in range(self.num_shards))
+        asked = range(0 if wait or not is_whole else self.num_shards)
+        missing = sum(not is_there(self.folder, self.manifest, number) for number in asked)
         if missing:
             done = f"{self.num_shards - missing} of {self.num_shards} shards are recorded"
             raise RecordError(f"{self.folder}: {done}; run dspark record again to finish")

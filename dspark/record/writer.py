@@ -114,8 +114,8 @@ def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) 
     free_bytes = disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise RecordError(
-            f"{folder}: needs about {needed_bytes / 1e9:.1f} GB more, {free_bytes / 1e9:.1f} GB are free; give this run "
-            "another record.folder, fewer conversations (data.max_conversations), fewer draft.target_layer_ids, "
+            f"{folder}: needs about {needed_bytes / 1e9:.1f} GB more, {free_bytes / 1e9:.1f} GB are free; give this "
+            "run another record.folder, fewer conversations (data.max_conversations), fewer draft.target_layer_ids, "
             "record.taps=float8, or record.ring_shards to train at once"
         )
     if is_new:

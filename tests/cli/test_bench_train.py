@@ -24,6 +24,7 @@ from dspark.config import RunConfig
 from dspark.distributed import start_accelerator
 from dspark.draft.anchors import BlockTargets
 from dspark.errors import ConfigError, DsparkError
+from dspark.record.order import ReadingOrder
 from dspark.train.batches import Batch, Share, window_draws
 from dspark.train.measure import (
     MicroStep,
@@ -180,7 +181,7 @@ def test_whole_steps_move_the_draft_and_read_the_record_in_training_s_order(
     with whole_steps(learner, record) as take:
         time_calls(take, torch.device("cpu"))
     assert places == list(range(3 + 2))
-    draws = [window_draws(3, learner.run.seed, 2 * place, Share(1, 2, 0, 1)) for place in places]
+    draws = [window_draws(ReadingOrder([0, 3], learner.run.seed), 2 * place, Share(1, 2, 0, 1)) for place in places]
     assert drawn == [draw.index for window in draws for (draw,) in window]
     assert not torch.equal(before, learner.draft.fc.weight)
 

@@ -124,11 +124,3 @@ def test_the_order_of_a_record_is_drawn_by_the_seed_and_leaves_nothing_out() -> 
     assert places[0] == places[1]
     assert places[0] != places[2]
     assert all(sorted(each) == sorted(sequence.place for sequence in sequences) for each in places)
-
-
-def test_ids_of_another_tokenizer_are_refused_before_their_shard_is_read(tmp_path: Path) -> None:
-    sequences = make_sequences()
-    sequences[5].ids_T[1] = 13
-    with pytest.raises(RecordError, match=r"talk.jsonl:6: found token ids \d+..13, expected 0..12"):
-        record(tmp_path, make_target(), sequences)
-    assert len(list(tmp_path.glob("shard*"))) == 3

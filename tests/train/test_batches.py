@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_run import LENGTHS, Sequences, make_run, make_sequences, read_batch, read_window, ready
+from training_run import LENGTHS, Sequences, draws_of, make_run, make_sequences, read_batch, read_window, ready
 
 from dspark.errors import RecordError
+from dspark.layers.float8 import from_float8, to_float8
+from dspark.record.order import ReadingOrder
 from dspark.train.batches import (
     AHEAD,
     CPU,
@@ -31,7 +33,8 @@ from dspark.train.batches import (
 
 
 def stream(num_sequences: int, seed: int, count: int) -> list[Draw]:
-    return [window_draws(num_sequences, seed, place, Share(1, 1, 0, 1))[0][0] for place in range(count)]
+    order = ReadingOrder([0, num_sequences], seed)
+    return [window_draws(order, place, Share(1, 1, 0, 1))[0][0] for place in range(count)]
 
 
 def test_every_pass_reads_each_sequence_once_and_in_another_order() -> None:
@@ -50,7 +53,7 @@ def test_a_step_reads_the_same_sequences_however_it_is_split(
 ) -> None:
     shares = [Share(batch_size, accumulation_steps, rank, world_size) for rank in range(world_size)]
     assert {share.sequences_per_step for share in shares} == {12}
-    found = [draw for share in shares for micro in window_draws(7, 0, 24, share) for draw in micro]
+    found = [draw for share in shares for micro in window_draws(ReadingOrder([0, 7], 0), 24, share) for draw in micro]
     assert Counter(found) == Counter(stream(7, 0, 36)[24:])
 
 
@@ -93,6 +96,22 @@ def test_there_are_two_blocks_or_more_and_those_added_count_nothing(tmp_path: Pa
     batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path))
     assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0, LENGTHS[0]], [0, LENGTHS[0] + 20])
     assert batch.slots.valid_AK.tolist() == [[False] * 4, [True, False, False, False]]
+
+
+def test_float8_taps_are_what_they_were_rounded_to_when_the_draft_reads_them(tmp_path: Path) -> None:
+    sequences, run = make_sequences(), make_run(tmp_path)
+    rounded = Sequences(
+        replace(each, taps_TLD=values_TLD, tap_scales_TL=scales_TL)
+        for each in sequences
+        for values_TLD, scales_TL in [to_float8(each.taps_TLD)]
+    )
+    plain, stored = (read_window(record, run, 0, Share(2, 2, 0, 1)) for record in (sequences, rounded))
+    assert all(batch.taps_TLD.dtype == torch.float8_e4m3fn for batch in stored)
+    for ours, theirs in zip(copied_ahead(map(ready, stored), CPU), plain, strict=True):
+        assert ours.tap_scales_TL is None
+        assert ours.taps_TLD.equal(from_float8(*to_float8(theirs.taps_TLD), torch.float32))
+        assert not ours.taps_TLD.equal(theirs.taps_TLD)
+        assert ours.last_hidden_TD.equal(theirs.last_hidden_TD)
 
 
 def test_windows_planned_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Path) -> None:
@@ -163,7 +182,7 @@ def test_what_cannot_be_read_ends_the_run_at_its_own_step_and_no_earlier(tmp_pat
 def test_the_feed_of_windows_gives_their_batches_and_goes_on_behind_them(tmp_path: Path) -> None:
     run, share, sequences = make_run(tmp_path), Share(1, 2, 0, 1), make_sequences()
     read = [read_window(sequences, run, start, share) for start in (0, 2, 4)]
-    draws = [window_draws(len(sequences), run.seed, start, share) for start in (0, 2, 4)]
+    draws = [draws_of(sequences, run.seed, start, share) for start in (0, 2, 4)]
     windows = [[plan_batch(sequences, each, run) for each in window] for window in draws]
     given, fed = [], []
     for window, feed in with_feed((planned(window) for window in windows), sequences, CPU):

@@ -35,6 +35,11 @@ class RandomRecord(list[RecordedSequence]):
             for _ in range(num_sequences)
         )
 
+    @property
+    def starts(self) -> list[int]:
+        """As of a record of one shard."""
+        return [0, len(self)]
+
     def text(self, index: int) -> tuple[Tensor, Tensor]:
         """ids_T and loss_mask_T of a sequence."""
         return self[index].ids_T, self[index].loss_mask_T

@@ -1,0 +1,178 @@
+"""What every rank of a recording does; the first one writes and prints."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from dspark.cli.terminal import count_progress
+from dspark.config import RunConfig
+from dspark.data.chat import Encoded
+from dspark.data.responses import Responses
+from dspark.decode.sampling import Sampling
+from dspark.errors import ConfigError, RecordError
+from dspark.eval.probe import tap_cost
+from dspark.export import read_draft
+from dspark.layers.float8 import from_float8, to_float8
+from dspark.record.capture import TOKENS_PER_CALL, Drawn, capture, take_turns
+from dspark.record.checking import check_shards
+from dspark.record.format import Manifest, shard_name
+from dspark.record.leases import Leases
+from dspark.record.reader import RecordReader
+from dspark.record.ring import Ring
+from dspark.record.writer import ShardWriter, missing_shards
+from dspark.target.config import LING_ARCHITECTURE
+from dspark.target.loading import load_target, target_facts
+from dspark.types import Target
+from dspark.verifier.ranks import Ranks
+from dspark.verifier.reading import PackedReader
+
+PROBED_TEXTS = 64
+"""The first sequences of the record, on which the cost of rounded taps is measured."""
+WAIT, END = -1, -2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked for: ``wish`` is record, check, repair or stats; ``probed``, in place of all that, the draft that
+    rounded taps are measured on.
+    """
+
+    run: RunConfig
+    target: Path
+    manifest: Manifest
+    responses: Responses
+    device: str
+    wish: str
+    probed: Path | None
+
+
+def run_job(ranks: Ranks, job: Job) -> None:
+    """Do it on one rank. Raises: DsparkError, also where a check finds faults."""
+    console = Console(soft_wrap=True, highlight=False, markup=False, quiet=ranks.rank > 0)
+    sequences, folder = Drawn(job.responses, job.manifest.seed), job.run.record.folder
+    target = None if job.wish == "stats" else open_target(ranks, job)
+    if job.probed and target:
+        console.print(measure_float8(target, job, sequences, job.probed))
+        return
+    if job.wish != "record":
+        faulty = find_faults(target, sequences, job, console)
+        if faulty and job.wish != "repair":
+            hint = "dspark record --repair records them anew"
+            raise RecordError(f"{folder}: {len(faulty)} of {len(job.manifest.shards)} shards have a fault; {hint}")
+        if not faulty:
+            return
+        for index in faulty if ranks.rank == 0 else ():
+            (folder / shard_name(index)).unlink(missing_ok=True)
+    assert target
+    if ranks.rank:
+        capture(target, sequences, job.manifest, follow(ranks, target), None, lambda num_sequences, num_tokens: None)
+        return
+    leases = Leases(folder)
+    with recording_progress(job) as (missing, on_sequences):
+        turns = take_turns(missing, leases)
+        if ranks.world_size > 1:
+            turns = lead(ranks, target, turns)
+
+        def open_shard(index: int) -> ShardWriter:
+            return ShardWriter(folder, job.manifest, index, leases)
+
+        capture(target, sequences, job.manifest, turns, open_shard, on_sequences)
+    if job.run.record.ring_shards:
+        console.print(f"training has read what it wanted of {folder}")
+    else:
+        console.print(f"{len(job.manifest.shards)} shards in {folder}")
+
+
+def lead(ranks: Ranks, target: Target[Any], turns: Iterator[int | None]) -> Iterator[int | None]:
+    """The turns of the first rank, which ``follow`` hears of."""
+    device = target.embedding_VD.device
+    for turn in turns:
+        ranks.gather(torch.tensor([WAIT if turn is None else turn], device=device))
+        yield turn
+    ranks.gather(torch.tensor([END], device=device))
+
+
+def follow(ranks: Ranks, target: Target[Any]) -> Iterator[int | None]:
+    """The turns that the first rank takes."""
+    nothing = torch.tensor([WAIT], device=target.embedding_VD.device)
+    while (turn := int(ranks.gather(nothing)[0, 0])) != END:
+        yield None if turn == WAIT else turn
+
+
+@contextmanager
+def recording_progress(job: Job) -> Iterator[tuple[Callable[[], list[int] | None], Callable[[int, int], None]]]:
+    """Yields what shards are missing, whoever records them, and what is to be told of sequences and tokens; a bar shows
+    both.
+    """
+    record, manifest = job.run.record, job.manifest
+    ring = Ring(record.folder, manifest, job.run.seed, record.ring_shards) if record.ring_shards else None
+    began, num_done, num_tokens = time.monotonic(), 0, 0
+    with count_progress("recorded", None if ring else manifest.num_sequences) as advance:
+
+        def missing() -> list[int] | None:
+            if ring:
+                return ring.missing()
+            numbers = missing_shards(record.folder, manifest)
+            there = manifest.num_sequences - sum(manifest.shards[number].num_sequences for number in numbers or ())
+            show(max(0, there - num_done), 0)
+            return numbers
+
+        def show(more_sequences: int, more_tokens: int) -> None:
+            nonlocal num_done, num_tokens
+            num_done, num_tokens = num_done + more_sequences, num_tokens + more_tokens
+            advance(more_sequences, f": {num_tokens / (time.monotonic() - began):,.0f} tokens/s")
+
+        yield missing, show
+
+
+def find_faults(target: Target[Any] | None, sequences: Sequence[Encoded], job: Job, console: Console) -> list[int]:
+    """Print what every shard holds and what is wrong with it. Returns: those with a fault."""
+    manifest, folder = job.manifest, job.run.record.folder
+    reader = RecordReader(folder, is_whole=False)
+    with count_progress("shards", len(manifest.shards), not console.quiet) as on_shard:
+        checks = list(check_shards(reader, on_shard, target, sequences))
+    table = Table("shard", "sequences", "tokens", "to predict", "nats each", "entropy", "states", box=SIMPLE)
+    for found in checks:
+        numbers = (
+            "-" if value is None else f"{value:.3g}" for value in (found.nats, found.entropy, found.states_error)
+        )
+        table.add_row(str(found.index), *map(str, manifest.shards[found.index]), *numbers)
+    console.print(table, "nats, entropy: of what is to be predicted; states: recorded less those of now, of their norm")
+    faulty = [found for found in checks if found.fault]
+    for found in faulty:
+        console.print(f"{folder / shard_name(found.index)}: {found.fault}")
+    judge = "what the target says" if target else "whole"
+    console.print(f"{len(checks) - len(faulty)} of {len(checks)} shards are {judge}")
+    return [found.index for found in faulty]
+
+
+def open_target(ranks: Ranks, job: Job) -> Target[Any]:
+    """The verifier's reader on a GPU, or for several ranks; else the reference. Raises: ConfigError."""
+    is_ling = target_facts(job.target).architecture == LING_ARCHITECTURE
+    layers, dtype = job.run.draft.target_layer_ids, job.manifest.torch_dtype
+    if ranks.world_size > 1 and not is_ling:
+        raise ConfigError(f"--tp {ranks.world_size}: ranks can share a {LING_ARCHITECTURE} only; leave it out")
+    if ranks.world_size > 1 or (is_ling and job.device.startswith("cuda")):
+        most = max(TOKENS_PER_CALL, job.run.record.max_tokens)
+        return PackedReader.load(job.target, most, layers, dtype, job.device, ranks)
+    return load_target(job.target, target_layer_ids=layers, dtype=dtype, device=job.device)
+
+
+def measure_float8(target: Target[Any], job: Job, sequences: Sequence[Encoded], folder: Path) -> str:
+    """What the draft accepts less when its taps are rounded, in a line."""
+    draft = read_draft(folder, (target.embedding_VD, target.head_VD))
+    texts = []
+    for sequence in (sequences[place] for place in range(min(PROBED_TEXTS, len(sequences)))):
+        first = int(sequence.loss_mask_T.nonzero()[0])
+        texts.append((sequence.ids_T[:first], sequence.ids_T[first:]))
+    sampling = Sampling(max(job.run.data.temperatures), job.run.data.max_response_tokens)
+    cost = tap_cost(target, draft, texts, sampling, lambda taps: from_float8(*to_float8(taps), taps.dtype))
+    return cost.line("float8 taps")
