@@ -1,17 +1,20 @@
-"""A small true decode while a draft is being trained: the number that the teacher-forced estimate stands for."""
+"""Small measurements on few texts: a true decode while a draft is being trained, and what rounded taps cost a draft."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dspark.data.chat import Encoded
 from dspark.decode.generation import DraftSpeaker
 from dspark.decode.sampling import Sampling
+from dspark.decode.teacher_forced import estimate
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
 from dspark.eval.measure import decode_prompts
-from dspark.eval.statistics import acceptance_statistics
-from dspark.types import Target
+from dspark.eval.statistics import acceptance_statistics, studentised_interval
+from dspark.types import Target, TargetOutput
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,79 @@ class Probe:
         if not any(text.rounds for text in texts):
             raise PromptError("probe: all texts stopped at their first token; use prompts that the target answers")
         return acceptance_statistics([text.rounds for text in texts]).mean_acceptance_length
+
+
+@dataclass(frozen=True)
+class TapCost:
+    """Mean expected acceptance lengths (``TeacherForced.lengths``) over the same blocks: of taps as they are, and of
+    those that were rounded. ``difference`` = rounded - exact, with its paired 95 % bootstrap interval over texts.
+    """
+
+    num_texts: int
+    num_blocks: int
+    exact: float
+    rounded: float
+    difference: float
+    interval: tuple[float, float]
+
+    def line(self, name: str) -> str:
+        """What a door prints; ``name`` is that of the stored taps, such as "float8 taps"."""
+        low, high = self.interval
+        lengths = f"expected acceptance length {self.rounded:.3f}, of exact ones {self.exact:.3f}"
+        difference = f"difference {self.difference:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}"
+        return f"{name}: {lengths}; {difference}; {self.num_blocks} blocks of {self.num_texts} texts"
+
+
+class _HasRead:
+    """A target that has read its only text: ``prefill`` says ``output``, all else is the target's own."""
+
+    def __init__(self, target: Target[Any], output: TargetOutput) -> None:
+        self.target, self.output = target, output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[None, TargetOutput]:
+        return None, self.output
+
+
+@torch.no_grad()
+def tap_cost(
+    target: Target[Any],
+    draft: DraftModel,
+    texts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    sampling: Sampling,
+    round_taps: Callable[[torch.Tensor], torch.Tensor],
+) -> TapCost:
+    """Judge the draft's blocks, which follow each other without a gap, by ``estimate``: once with the target's taps and
+    once with ``round_taps`` of them (same shape and dtype), from one pass of the target over each text.
+
+    Texts, of one prompt each, are (prompt's ids, answer's ids) as there; those without a whole block say nothing. With
+    ranks, all of them call, and find the same.
+    Raises: PromptError when no text has a block; DraftMismatchError as ``estimate``.
+    """
+    counts: list[list[tuple[float, int]]] = []
+    for prompt_ids_T, text_ids_T in texts:
+        _, output = target.prefill([torch.cat((prompt_ids_T, text_ids_T))])
+        rounded = TargetOutput(round_taps(output.taps_NLD), output.last_hidden_ND)
+        anchors = range(0, len(text_ids_T), draft.config.block_size)
+        found = [
+            estimate(_HasRead(target, read), draft, prompt_ids_T, text_ids_T, sampling, anchors)
+            for read in (output, rounded)
+        ]
+        if found[0].anchors:
+            counts.append([(sum(each.lengths), len(each.anchors)) for each in found])
+    if not counts:
+        raise PromptError(f"no answer is longer than a block of {draft.config.block_size} tokens; give longer ones")
+    counts_P22 = torch.tensor(counts, dtype=torch.float64)
+    sums_22 = counts_P22.sum(0)
+    exact, rounded_length = (sums_22[:, 0] / sums_22[:, 1]).tolist()
+    interval = studentised_interval(counts_P22.flip(1))
+    return TapCost(len(counts), int(sums_22[0, 1]), exact, rounded_length, rounded_length - exact, interval)
+
+
+def last_answer(encoded: Encoded) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids before a sequence's last run of positions to predict, and those of the run."""
+    end = int(encoded.loss_mask_T.nonzero()[-1]) + 1
+    start = int((~encoded.loss_mask_T[:end]).nonzero()[-1]) + 1
+    return encoded.ids_T[:start], encoded.ids_T[start:end]
