@@ -22,7 +22,7 @@ class PackedReader:
 
     With all its ``ranks`` it is the whole target on each of them, and every rank makes every call, with the same
     arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does.
-    Every call waits for the GPU, so that a lost rank is named instead of its numbers used.
+    With several ranks every call waits for the GPU, so that a lost rank is named instead of its numbers used.
     Raises: ConfigError for a GPU before sm_90, or tapped layers that are not there.
     """
 
@@ -81,6 +81,6 @@ class PackedReader:
         self.verify(counts_B, cache)
 
     def _settle(self) -> None:
-        if self.weights.device.type == "cuda":
+        if self.ranks.world_size > 1 and self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)
         self.ranks.check()
