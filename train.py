@@ -96,9 +96,9 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
     starts = share.starts(done.sequences_seen, run.train.steps - done.step)
-    is_ring = run.record.ring_shards and is_main
-    ring = Ring(reader.folder, reader.manifest, run.seed, run.record.ring_shards) if is_ring else None
     windows = with_feed(plan_windows(reader, run, share, starts, device), reader, device)
+    if run.record.ring_shards and is_main:
+        windows = Ring(reader.folder, reader.manifest, run.seed, run.record.ring_shards).accompany(windows, starts, share.sequences_per_step)
     with progress_bar(run, done.step, is_main) as show, closing(windows):
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
@@ -107,14 +107,9 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             + bias_note(reader.manifest, run.objective)
         )
         metrics = PooledMetrics(learner.stopwatch)
-        if ring:
-            ring.check(starts, share.sequences_per_step)
-            ring.move_to(done.sequences_seen)
         for window, feed in windows:
             metrics.add(train_step(learner, window, done.step, feed))
             done = TrainingProgress(done.step + 1, done.sequences_seen + share.sequences_per_step)
-            if ring:
-                ring.move_to(done.sequences_seen)
             is_saved = done.step % run.train.save_every_steps == 0 or done.step == run.train.steps
             is_probed = run.train.probe_every_steps and done.step % run.train.probe_every_steps == 0
             if is_saved or is_probed or done.step % run.train.log_every_steps == 0:
@@ -129,8 +124,6 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             if is_saved:
                 save(learner, done)
             learner.stopwatch.lap()  # rows and checkpoints are no wait for data
-    if ring:
-        ring.end()
     if run.train.ema_decay:
         use_average(learner.draft, learner.optimizer)
     draft = whole_draft(learner.draft)

@@ -18,7 +18,7 @@ ARROWS = {
     "draft": {"layers", "kernels"},
     "data": set(),
     "verifier": {"target", "kernels", "layers", "draft"},  # layers: rotary table; draft: its weights for kernels
-    "record": {"target", "verifier", "data", "layers"},  # layers: states in eight bits
+    "record": {"target", "verifier", "data", "layers", "kernels"},  # layers: states in eight bits; kernels: to a GPU
     "train": {"draft", "record", "data", "kernels", "layers"},  # layers: the same, widened where they are read
     "export": {"draft"},
     "decode": {"draft", "target", "verifier"},

@@ -19,11 +19,10 @@ from dspark.record.leases import Leases
 from dspark.record.order import drawn_order
 from dspark.record.writer import ShardWriter
 from dspark.types import Target
+from dspark.verifier.plan import LOGIT_ROWS
 
 TOKENS_PER_CALL = 8192
 """Tokens that the target reads at once, several sequences packed. Part of the format: it may move roundings."""
-LOGIT_ROWS = 512
-"""Rows of full-vocabulary logits held at once."""
 PACKS_WAITING = 2
 """Calls whose states wait to be written: memory for so many, and the target waits for the disk only behind them."""
 

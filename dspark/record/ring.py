@@ -3,8 +3,10 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 from dspark.errors import ConfigError, RecordError
 from dspark.files import write_whole
@@ -12,6 +14,7 @@ from dspark.record.format import Manifest, shard_name
 from dspark.record.order import SHUFFLED_SHARDS, ReadingOrder
 from dspark.record.reader import is_there
 
+WindowT = TypeVar("WindowT")
 RING_FILE = "ring.json"
 POLL_SECONDS, PATIENCE_SECONDS = 0.1, 30.0
 """How often a shard that is to come is looked for, and after how long the wait is told."""
@@ -64,8 +67,17 @@ class Ring:
                 if number not in wanted:
                     (self.folder / shard_name(number)).unlink(missing_ok=True)
 
-    def end(self) -> None:
-        """Training has ended: so do the recorders."""
+    def accompany(
+        self, windows: Generator[WindowT], starts: Sequence[int], num_sequences: int
+    ) -> Generator[WindowT]:
+        """The windows of steps of ``num_sequences``, from these places of the stream on; the ring goes along, and its
+        recorders end behind the last one. Raises: as ``check``.
+        """
+        self.check(starts, num_sequences)
+        with closing(windows):
+            for start in starts:
+                self.move_to(start)
+                yield next(windows)
         write_whole(self.folder / RING_FILE, json.dumps({"group": None}))
 
 

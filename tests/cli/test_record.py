@@ -12,11 +12,11 @@ from tiny import STOP_TOKEN_ID, write_tiny_ling
 from training_run import TAPS
 from typer.testing import CliRunner
 
-from dspark.cli import record as door
 from dspark.cli.main import app
 from dspark.cli.prepare import prepare
-from dspark.cli.record import record
+from dspark.cli.record import job, record
 from dspark.errors import DraftMismatchError, PromptError, RecordError
+from dspark.record.order import drawn_order
 from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables
 
@@ -57,8 +57,9 @@ def test_the_ids_of_the_responses_are_recorded_exactly_and_no_end_of_turn_is_inv
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     reader = RecordReader(folder)
     rows = [row for row in rows if row["finish_reason"] != "loop"]
-    for index, row in enumerate(rows):
-        sequence = reader[index]
+    assert len(reader) == len(rows)
+    for index, number in enumerate(drawn_order(len(rows), 0)):
+        sequence, row = reader[index], rows[number]
         assert sequence.ids_T.tolist() == row["prompt_ids"] + row["response_ids"]
         assert sequence.ids_T[sequence.loss_mask_T].tolist() == row["response_ids"]
         assert (sequence.ids_T[-1] == STOP_TOKEN_ID) == (row["finish_reason"] == "stop")
@@ -103,7 +104,7 @@ def test_what_does_not_fit_is_refused_before_the_target_is_read_and_nothing_is_l
 ) -> None:
     record(config)
     before = contents(config.parent / "record")
-    monkeypatch.setattr(door, "load_target", None)
+    monkeypatch.setattr(job, "load_target", None)
     with pytest.raises(error, match=words):
         record(config, overrides)
     assert contents(config.parent / "record") == before
@@ -132,10 +133,9 @@ def test_given_answers_are_recorded_when_asked_and_unusable_ones_refused_togethe
     record(config)
     reader = RecordReader(tmp_path / "record")
     assert (reader.manifest.answers, reader.manifest.temperatures) == ("given", ())
-    assert [int(reader[index].loss_mask_T.sum()) for index in range(2)] == [
-        len("Hello.") + 1,
-        len(reader[1].ids_T) - 1,
-    ]
+    talk, text = (reader[int(place)] for place in drawn_order(2, 0).argsort())
+    assert int(talk.loss_mask_T.sum()) == len("Hello.") + 1
+    assert int(text.loss_mask_T.sum()) == len(text.ids_T) - 1
     assert_head_says_what_was_recorded(reader, load_tables(tmp_path / "target")[1])
 
 
@@ -157,11 +157,58 @@ def test_a_record_is_checked_and_only_what_is_wrong_recorded_anew(config: Path) 
     path = folder / "shard-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     checked = CliRunner().invoke(app, [*run, "--check"])
-    assert checked.exit_code == 2
-    assert f"{path}: found sha256" in checked.output
+    assert isinstance(checked.exception, RecordError)
+    assert f"1 of {number} shards have a fault; dspark record --repair" in str(checked.exception)
+    assert f"{path}: sequence " in checked.output
     assert checked.output.count(str(path)) == 1
     assert f"{number - 1} of {number} shards" in checked.output
     assert path.read_bytes() != before[path.name]
+    told = CliRunner().invoke(app, [*run, "--stats"])
+    assert isinstance(told.exception, RecordError)
+    assert f"{number - 1} of {number} shards are whole" in told.output
     repaired = CliRunner().invoke(app, [*run, "--repair"])
     assert repaired.exit_code == 0, repaired.output
     assert contents(folder) == before
+
+
+def test_several_ranks_record_what_one_does(config: Path) -> None:
+    run = ["record", "--config", str(config), "--set", "target.dtype=float64", "--device", "cpu"]
+    prepared = config.parent / "record"
+    for path in prepared.iterdir():
+        path.write_text(path.read_text().replace('"dtype":"float32"', '"dtype":"float64"'))
+    for name, options in (("alone", []), ("together", ["--tp", "2"])):
+        (config.parent / name).mkdir()
+        for path in prepared.iterdir():
+            (config.parent / name / path.name).write_bytes(path.read_bytes())
+        subprocess.run(
+            [sys.executable, "-m", "dspark.cli.main", *run, "--set", f"record.folder={config.parent / name}", *options],
+            check=True, capture_output=True,
+        )  # fmt: skip
+    alone, together = (RecordReader(config.parent / name) for name in ("alone", "together"))
+    for index in range(len(alone)):
+        ours, theirs = together.fields(index), alone.fields(index)
+        for name, values in theirs.items():
+            torch.testing.assert_close(ours[name], values, atol=1e-9, rtol=1e-9)
+
+
+def test_what_eight_bits_cost_a_draft_is_told_without_recording(config: Path) -> None:
+    draft = config.parent / "draft"
+    write_tiny_draft(draft, config.parent)
+    result = CliRunner().invoke(app, ["record", "--config", str(config), "--measure-fp8", str(draft)])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"float8 taps: expected acceptance length \d\.\d+, of exact ones \d\.\d+; difference", result.output)
+    assert not list((config.parent / "record").glob("shard*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--check", "--stats"], "give one of them"),
+        (["--tp", "2", "--device", "cpu:0"], "give --device cuda"),
+        (["--set", "record.ring_shards=16", "--repair"], "never lies there whole"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(config: Path, options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["record", "--config", str(config), *options])
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)

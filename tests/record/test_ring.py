@@ -44,15 +44,17 @@ def record_missing(ring: Ring) -> None:
 def test_training_finds_every_sequence_of_two_passes_and_few_shards_lie_there_at_a_time(ring: Ring) -> None:
     manifest, most = ring.manifest, 0
     reader = RecordReader(ring.folder, lambda path: record_missing(ring))
+    steps = ring.accompany((step for step in range(20)), range(20), 1)
     for place in range(20):
-        ring.move_to(place)
+        assert next(steps) == place
         _, index = ring.order.place(place)
         assert reader[index].ids_T.equal(SEQUENCES[index].ids_T)
         there = {n for n in range(9) if n not in (missing_shards(ring.folder, manifest) or ())}
         assert there <= set(ring.wanted() or ())
         most = max(most, len(there))
     assert most == ring.capacity
-    ring.end()
+    assert ring.missing() is not None
+    assert next(steps, None) is None
     assert ring.missing() is None
 
 

@@ -22,7 +22,7 @@ class PackedReader:
 
     With all its ``ranks`` it is the whole target on each of them, and every rank makes every call, with the same
     arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does.
-    With ranks every call waits for the GPU, so that a lost one is named instead of its numbers used.
+    With several ranks every call waits for the GPU, so that a lost rank is named instead of its numbers used.
     Raises: ConfigError for a GPU before sm_90, or tapped layers that are not there.
     """
 

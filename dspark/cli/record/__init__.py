@@ -4,12 +4,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
 from dspark.cli.identity import describe_origin
-from dspark.cli.recording import Job, run_job
+from dspark.cli.record.job import Job, run_job
 from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.config import RunConfig, load_run
 from dspark.data.responses import RESPONSES_FILE, Responses, ResponsesHeader, open_responses, read_header
@@ -58,6 +57,8 @@ def record(
         raise ConfigError(
             "record.ring_shards: such a record never lies there whole; leave out --check, --repair, --stats"
         )
+    if tp > 1 and device not in {"cuda", "cpu"}:
+        raise ConfigError(f"--device {device}: the ranks take the GPUs of their numbers; give --device cuda")
     folder = locate_target(run.target.path)
     facts = target_facts(folder)
     check_draft(run, facts)
@@ -75,7 +76,7 @@ def record(
         if not measure_fp8:
             start_record(run.record.folder, manifest, run.record.ring_shards)
         if tp > 1:
-            start(partial(run_job, job=job), tp, torch.device(device).type, SECONDS_FOR_A_SHARD)
+            start(partial(run_job, job=job), tp, device, SECONDS_FOR_A_SHARD)
         else:
             run_job(ALONE, job)
 

@@ -12,13 +12,14 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from dspark.cli.identity import check_pair
 from dspark.cli.terminal import count_progress
 from dspark.config import RunConfig
 from dspark.data.chat import Encoded
 from dspark.data.responses import Responses
 from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError, RecordError
-from dspark.eval.probe import tap_cost
+from dspark.eval.probe import last_answer, tap_cost
 from dspark.export import read_draft
 from dspark.layers.float8 import from_float8, to_float8
 from dspark.record.capture import TOKENS_PER_CALL, Drawn, capture, take_turns
@@ -104,6 +105,7 @@ def follow(ranks: Ranks, target: Target[Any]) -> Iterator[int | None]:
     """The turns that the first rank takes."""
     nothing = torch.tensor([WAIT], device=target.embedding_VD.device)
     while (turn := int(ranks.gather(nothing)[0, 0])) != END:
+        ranks.check()
         yield None if turn == WAIT else turn
 
 
@@ -157,7 +159,11 @@ def find_faults(target: Target[Any] | None, sequences: Sequence[Encoded], job: J
 def open_target(ranks: Ranks, job: Job) -> Target[Any]:
     """The verifier's reader on a GPU, or for several ranks; else the reference. Raises: ConfigError."""
     is_ling = target_facts(job.target).architecture == LING_ARCHITECTURE
-    layers, dtype = job.run.draft.target_layer_ids, job.manifest.torch_dtype
+    layers, dtype = job.manifest.target_layer_ids, job.manifest.torch_dtype
+    if job.probed:
+        layers = check_pair(job.probed, target_facts(job.target), job.manifest.target_fingerprint).target_layer_ids
+    if job.device.startswith("cuda:"):
+        torch.cuda.set_device(job.device)
     if ranks.world_size > 1 and not is_ling:
         raise ConfigError(f"--tp {ranks.world_size}: ranks can share a {LING_ARCHITECTURE} only; leave it out")
     if ranks.world_size > 1 or (is_ling and job.device.startswith("cuda")):
@@ -168,11 +174,10 @@ def open_target(ranks: Ranks, job: Job) -> Target[Any]:
 
 def measure_float8(target: Target[Any], job: Job, sequences: Sequence[Encoded], folder: Path) -> str:
     """What the draft accepts less when its taps are rounded, in a line."""
-    draft = read_draft(folder, (target.embedding_VD, target.head_VD))
-    texts = []
-    for sequence in (sequences[place] for place in range(min(PROBED_TEXTS, len(sequences)))):
-        first = int(sequence.loss_mask_T.nonzero()[0])
-        texts.append((sequence.ids_T[:first], sequence.ids_T[first:]))
-    sampling = Sampling(max(job.run.data.temperatures), job.run.data.max_response_tokens)
+    tables = (target.embedding_VD, target.head_VD)
+    draft = read_draft(folder, tables, dtype=job.manifest.torch_dtype, device=job.device)
+    texts = [last_answer(sequences[place]) for place in range(min(PROBED_TEXTS, len(sequences)))]
+    stops, data = target_facts(job.target).stop_token_ids, job.run.data
+    sampling = Sampling(max(data.temperatures), data.max_response_tokens, stops)
     cost = tap_cost(target, draft, texts, sampling, lambda taps: from_float8(*to_float8(taps), taps.dtype))
     return cost.line("float8 taps")
