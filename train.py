@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.record.ring import Patience, Ring
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
-from dspark.train.batches import plan_windows, share_of, with_feed
+from dspark.train.batches import Batch, Plan, Share, plan_windows, share_of, with_feed
 from dspark.train.checkpoint import Progress as TrainingProgress
 from dspark.train.checkpoint import (
     checkpoints,
@@ -84,7 +84,7 @@ def main(
 
 def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume: bool, probe: Probe | None) -> None:
     """Step until done and save; every process calls it, and no other run writes into the folder meanwhile."""
-    accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
+    accelerator, run = learner.accelerator, learner.run
     folder, is_main = run.train.folder, accelerator.is_main_process
     share, done = share_of(accelerator, run.train), TrainingProgress(step=0, sequences_seen=0)
     if resume and (found := checkpoints(folder / "checkpoints")):
@@ -96,9 +96,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
     starts = share.starts(done.sequences_seen, run.train.steps - done.step)
-    windows = with_feed(plan_windows(reader, run, share, starts, device), reader, device)
-    if run.record.ring_shards and is_main:
-        windows = Ring(reader.folder, reader.manifest, run.seed, run.record.ring_shards).accompany(windows, starts, share.sequences_per_step)
+    windows = read_windows(learner, reader, share, starts)
     with progress_bar(run, done.step, is_main) as show, closing(windows):
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
@@ -130,6 +128,19 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     if is_main:
         write_draft(draft, folder / "draft", folder_fields(run), provenance=origin)
         show(f"wrote {folder / 'draft'}")
+
+
+def read_windows(
+    learner: Learner, reader: RecordReader, share: Share, starts: range
+) -> Generator[tuple[list[Plan], Iterator[Batch]]]:
+    """What the steps in ``starts`` learn from. In a ring of shards, the first process tells recorders what is needed."""
+    run, accelerator = learner.run, learner.accelerator
+    windows = plan_windows(reader, run, share, starts, accelerator.device)
+    fed = with_feed(windows, reader, accelerator.device)
+    if not (run.record.ring_shards and accelerator.is_main_process):
+        return fed
+    ring = Ring(reader.folder, reader.manifest, run.seed, run.record.ring_shards)
+    return ring.accompany(fed, starts, share.sequences_per_step)
 
 
 def save(learner: Learner, done: TrainingProgress) -> None:

@@ -142,7 +142,8 @@ def read_pack(target: Target[Any], sequences: Sequence[Encoded], is_float8: bool
 def judge(target: Target[Any], hidden_MD: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
     """label_logprobs_M, what the target's head gives the labels, and entropies_M; float32, where the states lie."""
     found = []
-    for hidden_ND, labels_N in zip(hidden_MD.split(LOGIT_ROWS), labels_M.split(LOGIT_ROWS), strict=True):
+    parts = (torch.split(rows, LOGIT_ROWS) for rows in (hidden_MD, labels_M))
+    for hidden_ND, labels_N in zip(*parts, strict=True):
         logprobs_NV = torch.log_softmax(target.logits(hidden_ND), -1)
         entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
         found.append(torch.stack((logprobs_NV.gather(1, labels_N[:, None])[:, 0], entropies_N)).float())
@@ -166,6 +167,6 @@ def _write(writer: ShardWriter, pack: Pack) -> None:
             f"{len(pack.sequences) - 1} read with it; check its weights, or set target.dtype to float32"
         )
     sizes = [len(each.ids_T) for each in pack.sequences], [each.num_supervised for each in pack.sequences]
-    parts = {name: values.split(sizes["_M" in name]) for name, values in pack.states.items()}
+    parts = {name: torch.split(values, sizes["_M" in name]) for name, values in pack.states.items()}
     for place in range(len(pack.sequences)):
         writer.add({name: values[place] for name, values in parts.items()})

@@ -108,7 +108,7 @@ class RecordReader:
         shard = self._open(number)
         size = int(shard.num_tokens_S[row]), int(shard.num_supervised_S[row])
         content_X = self._read(number, shard.file, int(shard.begins_S[row]), self.manifest.sequence_bytes(*size))
-        if xxh3_64_intdigest(content_X.numpy()) != shard.checksums_S[row]:
+        if xxh3_64_intdigest(content_X.numpy().data) != shard.checksums_S[row]:
             raise self._damaged(number, f"sequence {index} has not the bytes that were written")
         spans = self.manifest.fields(*size)
         return {name: content_X[s.begin : s.end].view(s.dtype).view(s.shape) for name, s in spans.items()}
@@ -120,7 +120,7 @@ class RecordReader:
 
     def _read(self, number: int, file: BinaryIO, begin: int, num_bytes: int) -> torch.Tensor:
         content_X = torch.empty(num_bytes, dtype=torch.uint8)
-        view, done = memoryview(content_X.numpy()), 0
+        view, done = content_X.numpy().data, 0
         while done < num_bytes:  # the system hands out 2 GB at a time
             if not (count := os.preadv(file.fileno(), [view[done:]], begin + done)):
                 raise self._damaged(number, "it is shorter than it was")

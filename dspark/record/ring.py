@@ -67,9 +67,7 @@ class Ring:
                 if number not in wanted:
                     (self.folder / shard_name(number)).unlink(missing_ok=True)
 
-    def accompany(
-        self, windows: Generator[WindowT], starts: Sequence[int], num_sequences: int
-    ) -> Generator[WindowT]:
+    def accompany(self, windows: Generator[WindowT], starts: Sequence[int], num_sequences: int) -> Generator[WindowT]:
         """The windows of steps of ``num_sequences``, from these places of the stream on; the ring goes along, and its
         recorders end behind the last one. Raises: as ``check``.
         """

@@ -51,7 +51,7 @@ class ShardWriter:
             for name, span in self.manifest.fields(*size).items():
                 values = fields[name]
                 assert (values.dtype, tuple(values.shape)) == (span.dtype, span.shape), name
-                content = values.contiguous().reshape(-1).view(uint8).numpy()
+                content = values.contiguous().reshape(-1).view(uint8).numpy().data
                 checksum.update(content)
                 self._write(content)
         except OSError as error:

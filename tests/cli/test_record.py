@@ -1,10 +1,14 @@
 """dspark record: the very ids of the responses are recorded; what does not fit is refused before the target runs."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from prompts_run import write_prompts_run
 from recorded import assert_head_says_what_was_recorded, contents
@@ -15,10 +19,13 @@ from typer.testing import CliRunner
 from dspark.cli.main import app
 from dspark.cli.prepare import prepare
 from dspark.cli.record import job, record
-from dspark.errors import DraftMismatchError, PromptError, RecordError
+from dspark.config import load_run
+from dspark.errors import ConfigError, DraftMismatchError, PromptError, RecordError
+from dspark.export import FolderFields, write_draft
 from dspark.record.order import drawn_order
 from dspark.record.reader import RecordReader
-from dspark.target.loading import load_tables
+from dspark.target.loading import load_tables, load_target
+from dspark.train.setup import fresh_draft
 
 PROMPTS: list[dict[str, Any]] = [{"prompt": f"Add {number} and 2."} for number in range(6)]
 TALKS: list[dict[str, Any]] = [
@@ -192,11 +199,16 @@ def test_several_ranks_record_what_one_does(config: Path) -> None:
 
 
 def test_what_eight_bits_cost_a_draft_is_told_without_recording(config: Path) -> None:
-    draft = config.parent / "draft"
-    write_tiny_draft(draft, config.parent)
-    result = CliRunner().invoke(app, ["record", "--config", str(config), "--measure-fp8", str(draft)])
+    run = load_run(config)
+    target, draft = load_target(run.target.path), fresh_draft(run.draft, 0)
+    draft.bind(target.embedding_VD, target.head_VD)
+    place = config.parent / "draft"
+    write_draft(draft, place, FolderFields(STOP_TOKEN_ID))
+    result = CliRunner().invoke(app, ["record", "--config", str(config), "--measure-fp8", str(place)])
     assert result.exit_code == 0, result.output
-    assert re.search(r"float8 taps: expected acceptance length \d\.\d+, of exact ones \d\.\d+; difference", result.output)
+    assert re.search(
+        r"float8 taps: expected acceptance length \d\.\d+, of exact ones \d\.\d+; difference", result.output
+    )
     assert not list((config.parent / "record").glob("shard*"))
 
 

@@ -44,12 +44,16 @@ def record(
     """Time recording random ids through the code that dspark record runs, three times after one that is not counted.
 
     The bare forward pass reads the same packs and keeps nothing. On a GPU the weights are random, as are those of a
-    target of which only the shape is here. Reading is of whole sequences at random, by two threads, from the page cache.
+    target of which only the shape is here. Two threads read whole sequences back at random, from the page cache.
     """
     run = load_run(config, tuple(overrides or ()))
     target, sequences = open_target(run, device), random_sequences(run, tokens, length)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    report: dict[str, Any] = {"provenance": describe_launch(sys.argv), "target": run.target.path, "taps": run.record.taps}
+    report: dict[str, Any] = {
+        "provenance": describe_launch(sys.argv),
+        "target": run.target.path,
+        "taps": run.record.taps,
+    }
     with TemporaryDirectory(dir=folder) as place:
         bare, recording = [], []
         for number in range(4):
