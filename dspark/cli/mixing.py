@@ -1,4 +1,4 @@
-"""What ``prepare`` and ``record`` read: the sources of a run, or the mixture that a YAML file among them describes."""
+"""What ``prepare`` reads: the sources of a run, or the mixture that a YAML file among them describes."""
 
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from dspark.files import claim
 FOLDER = "prompts"
 
 
-def prompt_sources(run: RunConfig) -> tuple[str, ...]:
+def prompt_sources(run: RunConfig, is_leaving_out: bool) -> tuple[str, ...]:
     """``data.sources``; in place of a mixture its rows, which are made in record.folder/prompts, once.
     Raises: ConfigError for a mixture beside other sources; as ``load_mixture``, ``mix`` and ``load_task``.
     """
@@ -30,7 +30,7 @@ def prompt_sources(run: RunConfig) -> tuple[str, ...]:
     mixture, folder = load_mixture(Path(sources[0])), run.record.folder / FOLDER
     apart = chain.from_iterable(load_task(name) for name in mixture.apart_from)
     with claim(run.record.folder), count_progress("rows, read twice", None) as on_row:
-        report = mix(mixture, folder, apart, on_row)
+        report = mix(mixture, folder, apart, on_row, is_leaving_out=is_leaving_out)
     Console(soft_wrap=True, highlight=False).print(_table(report), f"in {folder}: {TRAIN_FILE}, {HELD_OUT_FILE}")
     return (str(folder / TRAIN_FILE),)
 

@@ -72,7 +72,7 @@ def prepare(
     tokenizer, stops, api_key = load_tokenizer(folder), stop_token_ids(folder), read_api_key()
     chats = [ChatFormat(tokenizer, stops, is_thinking) for is_thinking in run.data.thinking]
     encode = partial(given_rows if as_given else asked_prompts, run, chats)
-    sources, path, counts = prompt_sources(run), run.record.folder / RESPONSES_FILE, Counter[str]()
+    sources, path, counts = prompt_sources(run, leave_out_unusable), run.record.folder / RESPONSES_FILE, Counter[str]()
     raw = stream_rows(sources, run.data.split, run.data.max_conversations)
     encoded = encode_each(raw, lambda row: encode(parse_conversation(*row)), counts, is_leaving_out=leave_out_unusable)
     if show:

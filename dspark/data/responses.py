@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from pydantic import ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from dspark.config import Section, describe_validation
-from dspark.data.chat import ChatFormat, Encoded, add_to_digest, check_length, special_ids
+from dspark.data.chat import ChatFormat, Encoded, add_to_digest, check_length
 from dspark.data.conversations import Conversation, encode_each
 from dspark.data.loops import ends_in_loop
 from dspark.data.prompts import ASKED_FILE, Lines, Prompt, Prompts, TokenId, parse_row
@@ -98,11 +98,13 @@ class Row(Prompt, strict=True):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        ends = [end for span in self.spans for end in span]
-        if self.finish_reason != "failed" and (ends != sorted(set(ends)) or not ends or not 0 < ends[0] < ends[-1]):
-            raise ValueError(f"nothing is supervised, or not in order: {ends[:4]}")
-        if ends and ends[-1] > len(self.prompt_ids) + len(self.response_ids):
-            raise ValueError(f"supervised ends at {ends[-1]}, behind the last token")
+        ends = [end for span in self.supervised or () for end in span]
+        if self.supervised == [] or not (self.response_ids or self.finish_reason == "failed"):
+            raise ValueError("nothing is supervised")
+        if ends and not (
+            ends == sorted(set(ends)) and ends[0] > 0 and ends[-1] <= len(self.prompt_ids + self.response_ids)
+        ):
+            raise ValueError(f"supervised is no list of ranges, one behind the other: {ends[:8]}")
         return self
 
     @property
@@ -173,7 +175,7 @@ def write_responses(
     path.parent.mkdir(parents=True, exist_ok=True)
     journal, asked = path.with_suffix(".journal"), path.with_name(ASKED_FILE)
     _open_header(header, path, journal)
-    kinds, special = Counter[str](), special_ids(tokenizer, header.stop_token_ids)
+    kinds, special = Counter[str](), ChatFormat(tokenizer, header.stop_token_ids).special_ids
     if header.answers == "given" and not path.is_file():
         put_in_place(asked, path)
     if path.is_file():
@@ -309,13 +311,13 @@ def _row(
 ) -> Row:
     ids = list(answer.ids)
     spoken = ids[:-1] if ids and ids[-1] in stops else ids
-    reason: Literal["stop", "length", "loop", "failed"] = "stop" if len(spoken) < len(ids) else "length"
+    reason = "stop" if len(spoken) < len(ids) else "length"
     if ends_in_loop(spoken) or all(token in special for token in ids):
         reason = "loop" if ids else "failed"
     text = tokenizer.decode(spoken)
     assert isinstance(text, str)
-    retokenised = answer.is_retokenised or None
-    return Row(**dict(prompt), response=text, finish_reason=reason, response_ids=ids, is_retokenised=retokenised)
+    said: dict[str, Any] = {"response": text, "finish_reason": reason, "response_ids": ids}
+    return Row.model_construct(**dict(prompt), **said, is_retokenised=answer.is_retokenised or None)
 
 
 def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
