@@ -2,6 +2,7 @@
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.text import Text
 from dspark.cli.terminal import count_progress
 from dspark.config import RunConfig
 from dspark.data.mixture import HELD_OUT_FILE, TRAIN_FILE, MixtureReport, load_mixture, mix
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, PromptError
 from dspark.eval.tasks import load_task
 from dspark.files import claim
 
@@ -30,7 +31,13 @@ def prompt_sources(run: RunConfig, is_leaving_out: bool) -> tuple[str, ...]:
     mixture, folder = load_mixture(Path(sources[0])), run.record.folder / FOLDER
     apart = chain.from_iterable(load_task(name) for name in mixture.apart_from)
     with claim(run.record.folder), count_progress("rows, read twice", None) as on_row:
-        report = mix(mixture, folder, apart, on_row, is_leaving_out=is_leaving_out)
+
+        def heard(row: Any) -> None:
+            on_row()
+            if isinstance(row, PromptError) and not is_leaving_out:
+                raise PromptError(f"{row}; mend it, or run again with --leave-out-unusable")
+
+        report = mix(mixture, folder, apart, heard)
     Console(soft_wrap=True, highlight=False).print(_table(report), f"in {folder}: {TRAIN_FILE}, {HELD_OUT_FILE}")
     return (str(folder / TRAIN_FILE),)
 

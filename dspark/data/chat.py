@@ -192,13 +192,10 @@ def _render(
 ) -> str:
     if chat.tokenizer.chat_template is None:
         raise PromptError(f"{conversation.place}: the target has no chat template; give it rows with plain 'text'")
+    options: dict[str, Any] = {"tools": list(conversation.tools) or None, "enable_thinking": chat.is_thinking}
     try:
         text = chat.tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(conversation.tools) or None,
-            tokenize=False,
-            add_generation_prompt=is_open,
-            enable_thinking=chat.is_thinking,
+            list(messages), tokenize=False, add_generation_prompt=is_open, **options
         )
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise PromptError(f"{conversation.place}: the chat template refuses the messages: {error}") from error

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from hashlib import sha256
 from itertools import islice, pairwise
 from pathlib import Path
@@ -34,6 +33,7 @@ from dspark.files import partial_of, put_in_place, write_whole
 TRAIN_FILE, HELD_OUT_FILE, REPORT_FILE = "train.jsonl", "held_out.jsonl", "mixture.json"
 BATCH_ROWS = 1024
 LEFT, TAKEN, HELD_OUT = 0, 1, 2
+OnRow = Callable[[Any], None]
 
 
 class Source(Section):
@@ -81,9 +81,6 @@ class Mixture(Section):
         return self
 
 
-_Read = Callable[[Source, Counter[str]], Iterator[Conversation]]
-
-
 class SourceCounts(Section):
     """What became of the rows of one source; the titles are what tables call it."""
 
@@ -122,20 +119,13 @@ def load_mixture(path: Path) -> Mixture:
     return validated(Mixture, read_yaml(path, "the description of a mixture"), path)
 
 
-def mix(
-    mixture: Mixture,
-    folder: Path,
-    apart: Iterable[Conversation],
-    on_row: Callable[[], None] = lambda: None,
-    *,
-    is_leaving_out: bool = False,
-) -> MixtureReport:
+def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: OnRow = lambda _: None) -> MixtureReport:
     """Write train.jsonl, held_out.jsonl and mixture.json (which comes last) into ``folder``; done before: read it.
 
     The sources are streamed twice: for fingerprints, then for the rows themselves, which come interleaved, so that any
     first part of the file has the proportions of all. Memory: 150 to 450 bytes a row; disk meanwhile: 520.
-    ``apart``: the prompts of ``mixture.apart_from``. ``on_row`` is called for every row of either pass.
-    With ``is_leaving_out`` lines that are not JSON count among the rows without a prompt.
+    ``apart``: the prompts of ``mixture.apart_from``. ``on_row`` is given every row of either pass;
+    a line that is not JSON comes as a PromptError, and counts as a row without a prompt if it may.
     Raises: PromptError for a source that cannot be read or has another number of rows the second time, or when nothing
     or too little is left; ConfigError when the folder holds another mixture, or its files had other sizes.
     """
@@ -149,13 +139,13 @@ def mix(
     if report_path.is_file():
         return _read_report(report_path, origin)
     folder.mkdir(parents=True, exist_ok=True)
-    counts, read = [Counter[str]() for _ in mixture.sources], partial(_usable, on_row, is_leaving_out)
+    counts = [Counter[str]() for _ in mixture.sources]
     with _scratch(folder / ".fingerprints") as scratch:
         prints = Fingerprints(scratch)
         _take_in(prints, iter(kept_apart))
         ends = [prints.num_texts]
         for source, count in zip(mixture.sources, counts, strict=True):
-            _take_in(prints, (_asked(row) for row in read(source, count)))
+            _take_in(prints, (_asked(row) for row in _usable(source, on_row, count)))
             ends.append(prints.num_texts)
         earlier_N, is_near_N = prints.find(mixture.near_similarity)
     fates = _draw(mixture, [earlier_N[begin:end] < 0 for begin, end in pairwise(ends)])
@@ -171,7 +161,7 @@ def mix(
     if not any(source.taken for source in sources):
         told = "; ".join(_tell(source) for source in sources)
         raise PromptError(f"no row is left: {told}; a weight of a source without rows leaves none")
-    _write(mixture, folder, fates, read)
+    _write(mixture, folder, fates, on_row)
     report = MixtureReport.model_validate(origin | {"sources": sources, "written_bytes": _written(folder)})
     write_whole(report_path, report.model_dump_json(indent=1))
     return report
@@ -188,15 +178,11 @@ def _scratch(folder: Path) -> Iterator[Path]:
         rmtree(folder)
 
 
-def _usable(
-    on_row: Callable[[], None], is_leaving_out: bool, source: Source, count: Counter[str]
-) -> Iterator[Conversation]:
+def _usable(source: Source, on_row: OnRow, count: Counter[str]) -> Iterator[Conversation]:
     """The rows that can be used and pass the filters; what becomes of the others is counted."""
     for index, row in source_rows(source.path, source.split):
-        on_row()
+        on_row(row)
         count["read"] += 1
-        if isinstance(row, PromptError) and not is_leaving_out:
-            raise PromptError(f"{row}; mend it, or run again with --leave-out-unusable")
         try:
             is_given = source.prompt_column is None or not isinstance(row, dict)
             asked = row if is_given else {"prompt": row.get(source.prompt_column), "tools": row.get("tools")}
@@ -248,10 +234,10 @@ def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray
     return fates
 
 
-def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], read: _Read) -> None:
+def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on_row: OnRow) -> None:
     """Both files, whole."""
     paths = [folder / TRAIN_FILE, folder / HELD_OUT_FILE]
-    streams = (_chosen(*pair, read) for pair in zip(mixture.sources, fates, strict=True))
+    streams = (_chosen(*pair, on_row) for pair in zip(mixture.sources, fates, strict=True))
     with (
         open(partial_of(paths[0]), "w", encoding="utf-8") as train,
         open(partial_of(paths[1]), "w", encoding="utf-8") as held_out,
@@ -262,10 +248,10 @@ def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], re
         put_in_place(partial_of(path), path)
 
 
-def _chosen(source: Source, fate_N: NDArray[np.int8], read: _Read) -> Iterator[tuple[float, int, str]]:
+def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: OnRow) -> Iterator[tuple[float, int, str]]:
     """Place in the mixture from 0 to 1, fate and line of every row that is not left."""
     num_chosen, num_done = int((fate_N != LEFT).sum()), 0
-    rows = read(source, Counter())
+    rows = _usable(source, on_row, Counter())
     for fate in fate_N.tolist():
         if (conversation := next(rows, None)) is None:
             break

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from dspark.cli import prepare as door
 from dspark.cli.main import app
 from dspark.cli.prepare import prepare
-from dspark.data import prompts, responses
+from dspark.data import responses, rows
 from dspark.data.chat import ChatFormat, encode_conversation
 from dspark.data.conversations import parse_conversation
-from dspark.data.responses import Row, open_responses, read_header
+from dspark.data.responses import open_responses, read_header
+from dspark.data.rows import Row
 from dspark.decode.generation import generate
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.errors import ConfigError, PromptError, RecordError
@@ -177,7 +178,7 @@ def test_given_answers_are_written_as_the_targets_own_are_and_the_target_is_not_
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == whole
 
 
-STEPS = ((door, "open_prompts"), (prompts, "put_in_place"), (responses, "put_in_place"), (Path, "unlink"))
+STEPS = ((door, "open_prompts"), (rows, "put_in_place"), (responses, "put_in_place"), (Path, "unlink"))
 
 
 @pytest.mark.parametrize("as_given", [False, True])

@@ -11,7 +11,7 @@ import torch
 
 from dspark.data.chat import digest
 from dspark.data.conversations import Conversation
-from dspark.data.prompts import ASKED_FILE, Prompt, Prompts, open_prompts
+from dspark.data.rows import ASKED_FILE, Prompt, Prompts, open_prompts
 from dspark.errors import PromptError, RecordError
 
 TOOLS = ({"type": "function"},)
@@ -73,7 +73,7 @@ import torch
 from test_responses import HEADER
 from transformers import PreTrainedTokenizerFast
 from dspark.data.conversations import encode_each, parse_conversation, stream_rows
-from dspark.data.prompts import ASKED_FILE, Prompt, open_prompts
+from dspark.data.rows import ASKED_FILE, Prompt, open_prompts
 from dspark.data.responses import in_batches, open_responses, write_responses
 
 def megabytes():
