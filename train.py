@@ -133,7 +133,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
 def read_windows(
     learner: Learner, reader: RecordReader, share: Share, starts: range
 ) -> Generator[tuple[list[Plan], Iterator[Batch]]]:
-    """What the steps in ``starts`` learn from. In a ring of shards, the first process tells recorders what is needed."""
+    """What the steps in ``starts`` learn from. In a ring of shards, the first process says what is needed."""
     run, accelerator = learner.run, learner.accelerator
     windows = plan_windows(reader, run, share, starts, accelerator.device)
     fed = with_feed(windows, reader, accelerator.device)

@@ -18,6 +18,7 @@ from tiny import write_tiny_ling
 from training_run import (
     LAST,
     assert_same,
+    draws_of,
     half_way,
     launch,
     make_sequences,

@@ -1,7 +1,8 @@
-"""What ``prepare`` and ``record`` read: the sources of a run, or the mixture that a YAML file among them describes."""
+"""What ``prepare`` reads: the sources of a run, or the mixture that a YAML file among them describes."""
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -11,14 +12,14 @@ from rich.text import Text
 from dspark.cli.terminal import count_progress
 from dspark.config import RunConfig
 from dspark.data.mixture import HELD_OUT_FILE, TRAIN_FILE, MixtureReport, load_mixture, mix
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, PromptError
 from dspark.eval.tasks import load_task
 from dspark.files import claim
 
 FOLDER = "prompts"
 
 
-def prompt_sources(run: RunConfig) -> tuple[str, ...]:
+def prompt_sources(run: RunConfig, is_leaving_out: bool) -> tuple[str, ...]:
     """``data.sources``; in place of a mixture its rows, which are made in record.folder/prompts, once.
     Raises: ConfigError for a mixture beside other sources; as ``load_mixture``, ``mix`` and ``load_task``.
     """
@@ -30,7 +31,13 @@ def prompt_sources(run: RunConfig) -> tuple[str, ...]:
     mixture, folder = load_mixture(Path(sources[0])), run.record.folder / FOLDER
     apart = chain.from_iterable(load_task(name) for name in mixture.apart_from)
     with claim(run.record.folder), count_progress("rows, read twice", None) as on_row:
-        report = mix(mixture, folder, apart, on_row)
+
+        def heard(row: Any) -> None:
+            on_row()
+            if isinstance(row, PromptError) and not is_leaving_out:
+                raise PromptError(f"{row}; mend it, or run again with --leave-out-unusable")
+
+        report = mix(mixture, folder, apart, heard)
     Console(soft_wrap=True, highlight=False).print(_table(report), f"in {folder}: {TRAIN_FILE}, {HELD_OUT_FILE}")
     return (str(folder / TRAIN_FILE),)
 

@@ -21,21 +21,11 @@ from dspark.cli.identity import describe_origin
 from dspark.cli.mixing import prompt_sources
 from dspark.cli.terminal import DEFAULT_DEVICE, Device, answer_progress, count_progress
 from dspark.config import RunConfig, load_run
-from dspark.data.chat import ChatFormat, check_length, encode_conversation, encode_prompt
-from dspark.data.conversations import Conversation, encode_each, parse_conversation, stream_rows
+from dspark.data.chat import ChatFormat, check_length, encode_prompt
+from dspark.data.conversations import encode_each, parse_conversation, stream_rows
 from dspark.data.endpoints import EndpointAsker, Patience
-from dspark.data.prompts import ASKED_FILE, Prompt, Prompts, open_prompts
-from dspark.data.responses import (
-    RESPONSES_FILE,
-    Ask,
-    ResponsesHeader,
-    Row,
-    given_row,
-    in_batches,
-    known_header,
-    response_rows,
-    write_responses,
-)
+from dspark.data.responses import RESPONSES_FILE, Ask, ResponsesHeader, in_batches, known_header, write_responses
+from dspark.data.rows import ASKED_FILE, Prompt, Prompts, Row, given_row, open_prompts, rows_of
 from dspark.decode.generation import generate
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.errors import ConfigError, PromptError
@@ -71,12 +61,11 @@ def prepare(
     folder = locate_target(run.target.path)
     tokenizer, stops, api_key = load_tokenizer(folder), stop_token_ids(folder), read_api_key()
     chats = [ChatFormat(tokenizer, stops, is_thinking) for is_thinking in run.data.thinking]
-    encode = partial(given_rows if as_given else asked_prompts, run, chats)
-    sources, path, counts = prompt_sources(run), run.record.folder / RESPONSES_FILE, Counter[str]()
+    sources, path, counts = prompt_sources(run, leave_out_unusable), run.record.folder / RESPONSES_FILE, Counter[str]()
     raw = stream_rows(sources, run.data.split, run.data.max_conversations)
-    encoded = encode_each(raw, lambda row: encode(parse_conversation(*row)), counts, is_leaving_out=leave_out_unusable)
+    encoded = encode_each(raw, partial(encode, run, chats, as_given), counts, is_leaving_out=leave_out_unusable)
     if show:
-        shown: Iterable[Prompt] = response_rows(path) if path.is_file() else chain.from_iterable(encoded)
+        shown: Iterable[Prompt] = rows_of(path, Row) if path.is_file() else chain.from_iterable(encoded)
         for row in islice(shown, show):
             console.print(describe_row(tokenizer, row))
         return
@@ -87,12 +76,9 @@ def prepare(
     asked_from = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     with claim(run.record.folder):
         model, known = Row if as_given else Prompt, known_header(path, asked_from)
-        if known and path.is_file():
-            prompts = Prompts(Path(os.devnull), model)  # nothing is left to be asked
-        else:
-            prompts = open_prompts(
-                path.with_name(ASKED_FILE), told(encoded), model, known.prompts_sha256 if known else None
-            )
+        is_done, before = known and path.is_file(), known.prompts_sha256 if known else None
+        there = Path(os.devnull) if is_done else path.with_name(ASKED_FILE)  # when done, nothing is left to be asked
+        prompts = Prompts(there, model) if is_done else open_prompts(there, told(encoded), model, before)
         made = {"prompts_sha256": prompts.sha256, "num_prompts": len(prompts), "num_left_out": counts["left out"]}
         header = ResponsesHeader(
             **origin | (known.model_dump(include=set(made)) if known and not counts else made),
@@ -109,8 +95,11 @@ def prepare(
         with answer_progress(header.num_prompts, failures) as on_rows:
             ask = in_process(run, folder, prompts, header, device)
             if is_served:
-                on_failure = partial(tell_failure, failures, on_rows)
-                ask = at_endpoints(run, folder, chats[0], prompts, header, on_failure, api_key, leave_out_unusable)
+                on_failure, facts = partial(tell_failure, failures, on_rows), target_facts(folder)
+                ids, jitter = (facts.vocab_size, facts.eos_token_id), random.Random(run.seed)
+                patience = Patience(300 + run.data.max_response_tokens / 5)  # a queue, then five tokens a second
+                served = partial(EndpointAsker, run.data, chats[0], prompts, header, *ids, patience, jitter)
+                ask = served(on_failure, api_key, leave_out_unusable)
             kinds = write_responses(ask, tokenizer, prompts, header, path, on_rows)
     told_kinds = ", ".join(f"{kinds[name]} {name}" for name in (("given",) if as_given else ANSWERED))
     notes = {
@@ -129,26 +118,21 @@ def told(rows: Iterable[Any]) -> Iterator[Any]:
             yield row
 
 
-def asked_prompts(run: RunConfig, chats: Sequence[ChatFormat], conversation: Conversation) -> list[Prompt]:
-    """A conversation with and without thinking, at every temperature, as data says. Raises: PromptError."""
-    if run.data.endpoints and run.data.endpoint_route == "chat/completions" and conversation.text is not None:
+def encode(run: RunConfig, chats: Sequence[ChatFormat], as_given: bool, row: tuple[str, int, Any]) -> list[Prompt]:
+    """What is asked, or given, for a row of the sources: with and without thinking as data says, and asked at every
+    temperature. Raises: PromptError.
+    """
+    conversation, found = parse_conversation(*row), list[Prompt]()
+    if run.data.endpoint_route == "chat/completions" and conversation.text is not None and not as_given:
         raise PromptError(f"{conversation.place}: plain text; data.endpoint_route chat/completions needs messages")
-    found = []
     for chat in chats:
-        ids = encode_prompt(chat, conversation).tolist()
-        check_length(conversation.place, len(ids) + run.data.max_response_tokens, run.record.max_tokens)
-        for temperature in run.data.temperatures:
-            found.append(Prompt.of(conversation, ids, is_thinking=chat.is_thinking, temperature=temperature))
-    return found
-
-
-def given_rows(run: RunConfig, chats: Sequence[ChatFormat], conversation: Conversation) -> list[Row]:
-    """A conversation with the answers that it holds, with and without thinking as data says. Raises: PromptError."""
-    found = []
-    for chat in chats:
-        encoded = encode_conversation(chat, conversation)
-        check_length(conversation.place, len(encoded.ids_T), run.record.max_tokens)
-        found.append(given_row(chat, conversation, encoded))
+        if as_given:
+            found.append(given_row(chat, conversation))
+            continue
+        ids, how = encode_prompt(chat, conversation).tolist(), {"is_thinking": chat.is_thinking}
+        found += [Prompt.of(conversation, ids, temperature=each, **how) for each in run.data.temperatures]
+    most = max(len(prompt.ids) for prompt in found) + (0 if as_given else run.data.max_response_tokens)
+    check_length(conversation.place, most, run.record.max_tokens)
     return found
 
 
@@ -167,23 +151,6 @@ def in_process(run: RunConfig, folder: Path, prompts: Prompts[Prompt], header: R
     return in_batches(answer, prompts, header.generation_batch_size)
 
 
-def at_endpoints(
-    run: RunConfig,
-    folder: Path,
-    chat: ChatFormat,
-    prompts: Prompts[Prompt],
-    header: ResponsesHeader,
-    on_failure: Callable[[str], None],
-    api_key: str,
-    is_leaving_out: bool,
-) -> Ask:
-    """Servers of the target answer."""
-    facts, jitter = target_facts(folder), random.Random(run.seed)
-    patience = Patience(300 + run.data.max_response_tokens / 5)  # a queue, then five tokens a second
-    ids = (facts.vocab_size, facts.eos_token_id)
-    return EndpointAsker(run.data, chat, prompts, header, *ids, patience, jitter, on_failure, api_key, is_leaving_out)
-
-
 def tell_failure(failures: list[str], on_rows: Callable[[int, int], None], reason: str) -> None:
     """Remember a failed try, and print the first, the tenth, ..."""
     failures.append(reason)
@@ -194,15 +161,12 @@ def tell_failure(failures: list[str], on_rows: Callable[[int, int], None], reaso
 
 def describe_row(tokenizer: PreTrainedTokenizerFast, row: Prompt) -> Text:
     """A conversation as the target reads it; what is to be predicted is bold green, what is only read is dim."""
-    ids, spans, said = row.prompt_ids, list[tuple[int, int]](), "not answered yet"
-    if isinstance(row, Row):
-        ids, spans, said = ids + row.response_ids, row.spans, row.finish_reason
     how = f"thinking {'on' if row.is_thinking else 'off'}"
     how += "" if row.temperature is None else f", temperature {row.temperature:g}"
+    said = row.finish_reason if isinstance(row, Row) else "not answered yet"
     shown = Text(f"{row.source}:{row.index}, {how}: {said}\n", "bold")
-    edges = [0, *chain.from_iterable(spans), len(ids)]
-    for number, (begin, end) in enumerate(pairwise(edges)):
-        shown.append(str(tokenizer.decode(ids[begin:end])), "not bold dim" if number % 2 == 0 else "bold green")
+    for number, (begin, end) in enumerate(pairwise([0, *chain.from_iterable(row.spans), len(row.ids)])):
+        shown.append(str(tokenizer.decode(row.ids[begin:end])), "bold green" if number % 2 else "not bold dim")
     return shown.append("\n")
 
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,12 @@ class ChatFormat:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Collection[int]
     is_thinking: bool = False
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are no words: special tokens and those that end a turn."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset(token for token, said in added if said.special).union(self.stop_token_ids)
 
 
 def encode_prompt(chat: ChatFormat, conversation: Conversation) -> torch.Tensor:
@@ -92,7 +99,8 @@ def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded
     is supervised. Turns are told apart by where the template puts them, never by their tokens: markers such as
     ``<role>`` in a user's text are read as special tokens, as runtimes read them, but never move the mask.
     Raises: PromptError for an empty conversation or assistant turn, a turn that the template does not write as header
-    plus content, or one that does not hold exactly one end-of-turn token. Source: specs/ling-3.0.md 13; dspark.md 4.5.
+    plus content, or one that does not hold exactly one end-of-turn token; and for one that supervises everything, or
+    special tokens only. Source: specs/ling-3.0.md 13; dspark.md 4.5.
     """
     if conversation.text is not None:
         ids_T = _text_ids(chat, conversation)
@@ -104,7 +112,15 @@ def encode_conversation(chat: ChatFormat, conversation: Conversation) -> Encoded
         num_supervised = _length_to_end_of_turn(chat, conversation, piece_ids) if is_assistant else 0
         ids += piece_ids
         mask += [True] * num_supervised + [False] * (len(piece_ids) - num_supervised)
-    return Encoded(torch.tensor(ids), torch.tensor(mask), conversation.place)
+    supervised = [token for token, is_supervised in zip(ids, mask, strict=True) if is_supervised]
+    if mask[0] or all(mask[1:]):
+        reason = "everything is supervised, with no words before it to be predicted from"
+    elif chat.special_ids.issuperset(supervised):
+        names = " ".join(map(str, chat.tokenizer.convert_ids_to_tokens(supervised[:8])))
+        reason = f"nothing is supervised but special tokens ({names})"
+    else:
+        return Encoded(torch.tensor(ids), torch.tensor(mask), conversation.place)
+    raise PromptError(f"{conversation.place}: {reason}; check the chat template, or give assistant turns with words")
 
 
 def check_length(place: str, num_tokens: int, max_tokens: int) -> None:
@@ -126,12 +142,6 @@ def add_to_digest(sha256: "hashlib._Hash", values_T: NDArray[Any]) -> None:
     """Take the next array [T] (ids in int64, masks in bool) into a ``digest``."""
     sha256.update(len(values_T).to_bytes(8, "little"))
     sha256.update(np.ascontiguousarray(values_T).data)
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Collection[int]) -> frozenset[int]:
-    """Ids that are no words: special tokens and those that end a turn."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset(token for token, said in added if said.special).union(stop_token_ids)
 
 
 def _pieces(chat: ChatFormat, conversation: Conversation) -> list[tuple[str, bool]]:
@@ -182,13 +192,10 @@ def _render(
 ) -> str:
     if chat.tokenizer.chat_template is None:
         raise PromptError(f"{conversation.place}: the target has no chat template; give it rows with plain 'text'")
+    options: dict[str, Any] = {"tools": list(conversation.tools) or None, "enable_thinking": chat.is_thinking}
     try:
         text = chat.tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(conversation.tools) or None,
-            tokenize=False,
-            add_generation_prompt=is_open,
-            enable_thinking=chat.is_thinking,
+            list(messages), tokenize=False, add_generation_prompt=is_open, **options
         )
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise PromptError(f"{conversation.place}: the chat template refuses the messages: {error}") from error

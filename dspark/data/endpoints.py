@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dspark.config import DataSection, describe_validation
 from dspark.data.chat import ChatFormat, asked_messages, encode_answer, encode_text
-from dspark.data.prompts import Prompt, TokenId
 from dspark.data.responses import Answer, Keep, ResponsesHeader
+from dspark.data.rows import Prompt, TokenId
 from dspark.errors import EndpointError, PromptError
 
 _UNTRUNCATED = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

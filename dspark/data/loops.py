@@ -18,9 +18,9 @@ def ends_in_loop(ids: Sequence[int]) -> bool:
     The last 64 tokens of a loop stand once more where its last run begins one run earlier, so they are looked up first
     (a search of bytes); only where they are found is more compared. Ordinary text costs some microseconds.
     """
-    ids_N = np.array(ids, dtype="<i4")
-    if len(ids_N) < LEAST_TOKENS:
+    if len(ids) < LEAST_TOKENS:
         return False
+    ids_N = np.array(ids, dtype="<i4")
     content, size = ids_N.tobytes(), ids_N.itemsize
     tail, end = content[-_SURE * size :], len(content) - 1
     while (place := content.rfind(tail, 0, end)) >= 0:

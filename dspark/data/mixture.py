@@ -33,6 +33,7 @@ from dspark.files import partial_of, put_in_place, write_whole
 TRAIN_FILE, HELD_OUT_FILE, REPORT_FILE = "train.jsonl", "held_out.jsonl", "mixture.json"
 BATCH_ROWS = 1024
 LEFT, TAKEN, HELD_OUT = 0, 1, 2
+OnRow = Callable[[Any], None]
 
 
 class Source(Section):
@@ -118,14 +119,13 @@ def load_mixture(path: Path) -> Mixture:
     return validated(Mixture, read_yaml(path, "the description of a mixture"), path)
 
 
-def mix(
-    mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: Callable[[], None] = lambda: None
-) -> MixtureReport:
+def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: OnRow = lambda _: None) -> MixtureReport:
     """Write train.jsonl, held_out.jsonl and mixture.json (which comes last) into ``folder``; done before: read it.
 
     The sources are streamed twice: for fingerprints, then for the rows themselves, which come interleaved, so that any
     first part of the file has the proportions of all. Memory: 150 to 450 bytes a row; disk meanwhile: 520.
-    ``apart``: the prompts of ``mixture.apart_from``. ``on_row`` is called for every row of either pass.
+    ``apart``: the prompts of ``mixture.apart_from``. ``on_row`` is given every row of either pass;
+    a line that is not JSON comes as a PromptError, and counts as a row without a prompt if it may.
     Raises: PromptError for a source that cannot be read or has another number of rows the second time, or when nothing
     or too little is left; ConfigError when the folder holds another mixture, or its files had other sizes.
     """
@@ -178,14 +178,14 @@ def _scratch(folder: Path) -> Iterator[Path]:
         rmtree(folder)
 
 
-def _usable(source: Source, on_row: Callable[[], None], count: Counter[str]) -> Iterator[Conversation]:
+def _usable(source: Source, on_row: OnRow, count: Counter[str]) -> Iterator[Conversation]:
     """The rows that can be used and pass the filters; what becomes of the others is counted."""
     for index, row in source_rows(source.path, source.split):
-        on_row()
+        on_row(row)
         count["read"] += 1
         try:
             is_given = source.prompt_column is None or not isinstance(row, dict)
-            asked = row if is_given else {"prompt": row.get(source.prompt_column)}
+            asked = row if is_given else {"prompt": row.get(source.prompt_column), "tools": row.get("tools")}
             conversation = parse_conversation(source.path, index, asked)
         except PromptError:
             count["unusable"] += 1
@@ -234,7 +234,7 @@ def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray
     return fates
 
 
-def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on_row: Callable[[], None]) -> None:
+def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on_row: OnRow) -> None:
     """Both files, whole."""
     paths = [folder / TRAIN_FILE, folder / HELD_OUT_FILE]
     streams = (_chosen(*pair, on_row) for pair in zip(mixture.sources, fates, strict=True))
@@ -248,7 +248,7 @@ def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on
         put_in_place(partial_of(path), path)
 
 
-def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: Callable[[], None]) -> Iterator[tuple[float, int, str]]:
+def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: OnRow) -> Iterator[tuple[float, int, str]]:
     """Place in the mixture from 0 to 1, fate and line of every row that is not left."""
     num_chosen, num_done = int((fate_N != LEFT).sum()), 0
     rows = _usable(source, on_row, Counter())
@@ -270,6 +270,8 @@ def _line(conversation: Conversation) -> str:
         row["turns"] = [conversation.messages[0]["content"], *conversation.later_turns]
     else:
         row["messages"] = conversation.messages
+    if conversation.tools:
+        row["tools"] = conversation.tools
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 

@@ -9,19 +9,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from dspark.config import Section, describe_validation
-from dspark.data.chat import ChatFormat, Encoded, add_to_digest, check_length, special_ids
-from dspark.data.conversations import Conversation, encode_each
+from dspark.data.chat import ChatFormat, Encoded, add_to_digest, check_length
+from dspark.data.conversations import encode_each
 from dspark.data.loops import ends_in_loop
-from dspark.data.prompts import ASKED_FILE, Lines, Prompt, Prompts, TokenId, parse_row
+from dspark.data.rows import ASKED_FILE, Lines, Prompt, Prompts, Row, parse_row, rows_of
 from dspark.errors import RecordError
 from dspark.files import partial_of, put_in_place, write_whole
 
@@ -85,50 +85,6 @@ class ResponsesHeader(Section):
     versions: dict[str, str]
 
 
-class Row(Prompt, strict=True):
-    """One line: how a prompt was asked, what was said, and the very ids, so that nothing is tokenised twice."""
-
-    response: str
-    finish_reason: Literal["stop", "length", "loop", "failed", "given"]
-    """``loop``: it ends in one, or holds special tokens only; such rows and ``failed`` ones are never recorded."""
-    response_ids: list[TokenId]
-    supervised: list[tuple[TokenId, TokenId]] | None = None
-    """Half-open ranges of prompt and response ids together, in order; None: the response."""
-    is_retokenised: bool | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        ends = [end for span in self.spans for end in span]
-        if self.finish_reason != "failed" and (ends != sorted(set(ends)) or not ends or not 0 < ends[0] < ends[-1]):
-            raise ValueError(f"nothing is supervised, or not in order: {ends[:4]}")
-        if ends and ends[-1] > len(self.prompt_ids) + len(self.response_ids):
-            raise ValueError(f"supervised ends at {ends[-1]}, behind the last token")
-        return self
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """What is supervised."""
-        whole = len(self.prompt_ids) + len(self.response_ids)
-        return [(len(self.prompt_ids), whole)] if self.supervised is None else self.supervised
-
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """ids_T and loss_mask_T."""
-        ids_T = np.array(self.prompt_ids + self.response_ids, dtype=np.int64)
-        loss_mask_T = np.zeros(len(ids_T), dtype=np.bool_)
-        for begin, end in self.spans:
-            loss_mask_T[begin:end] = True
-        return ids_T, loss_mask_T
-
-
-def given_row(chat: ChatFormat, conversation: Conversation, encoded: Encoded) -> Row:
-    """The row of a conversation that holds its answers."""
-    ids, edges = encoded.ids_T.tolist(), torch.cat([encoded.loss_mask_T, torch.tensor([False])]).int().diff().nonzero()
-    spans = [(begin + 1, end + 1) for begin, end in edges.view(-1, 2).tolist()]
-    answer_ids = ids[(first := spans[0][0]) :]
-    said = {"response": chat.tokenizer.decode(answer_ids), "response_ids": answer_ids, "supervised": spans}
-    return Row.of(conversation, ids[:first], is_thinking=chat.is_thinking, finish_reason="given", **said)
-
-
 def header_path(path: Path) -> Path:
     """The sidecar of a responses file."""
     return path.with_suffix(".header.json")
@@ -173,11 +129,11 @@ def write_responses(
     path.parent.mkdir(parents=True, exist_ok=True)
     journal, asked = path.with_suffix(".journal"), path.with_name(ASKED_FILE)
     _open_header(header, path, journal)
-    kinds, special = Counter[str](), special_ids(tokenizer, header.stop_token_ids)
+    kinds, special = Counter[str](), ChatFormat(tokenizer, header.stop_token_ids).special_ids
     if header.answers == "given" and not path.is_file():
         put_in_place(asked, path)
     if path.is_file():
-        kinds.update(chain.from_iterable(map(_kinds, response_rows(path))))
+        kinds.update(chain.from_iterable(map(_kinds, rows_of(path, Row))))
         _check_number(path, kinds["rows"], header.num_prompts)
         on_rows(kinds["rows"], 0)
     else:
@@ -222,11 +178,6 @@ def read_header(path: Path) -> ResponsesHeader:
     return _parse_header(path)
 
 
-def response_rows(path: Path) -> Iterator[Row]:
-    """Every row of a responses file. Raises: RecordError naming the line that is none."""
-    return (_parse(path, number, line) for number, line in enumerate(_lines(path), 1))
-
-
 class Responses(Lines[Encoded]):
     """The rows of a responses file that can be recorded, in order: 32 bytes of memory a row, no text.
     Shapes: num_tokens_S and num_supervised_S int32. ``text_sha256`` is the ``digest`` of all ids and masks.
@@ -251,31 +202,28 @@ def open_responses(
     Raises: RecordError naming the line that is not a row, or a file that does not hold every response; PromptError for
     rows of more than ``max_tokens``, unless they are left out.
     """
-    columns, num_rows = array("q"), 0
+    columns, counts, begin = array("q"), Counter[str](), 0
     prompts_sha256, text_sha256 = hashlib.sha256(), hashlib.sha256()
 
-    def usable() -> Iterator[tuple[Row, int, int, int]]:
-        nonlocal num_rows
-        begin = 0
-        for num_rows, line in enumerate(_lines(path), 1):
-            row, end = _parse(path, num_rows, line), begin + len(line)
-            add_to_digest(prompts_sha256, np.array(row.prompt_ids, dtype=np.int64))
-            if row.finish_reason not in UNUSABLE:
-                yield row, begin, end, num_rows
-            begin = end
-
-    def fitting(found: tuple[Row, int, int, int]) -> tuple[Row, int, int, int]:
-        check_length(f"{path}:{found[-1]}", len(found[0].prompt_ids) + len(found[0].response_ids), max_tokens)
-        return found
-
-    for row, *place in encode_each(usable(), fitting, Counter(), is_leaving_out=is_leaving_out):
+    def take(numbered: tuple[int, bytes]) -> None:
+        nonlocal begin
+        number, line = numbered
+        row, place = parse_row(Row, f"{path}:{number}", line), (begin, begin + len(line), number)
+        begin += len(line)
+        add_to_digest(prompts_sha256, np.array(row.prompt_ids, dtype=np.int64))
+        if row.finish_reason in UNUSABLE:
+            return
+        check_length(f"{path}:{number}", len(row.ids), max_tokens)
         ids_T, loss_mask_T = row.arrays()
         if (most := int(ids_T.max())) >= vocab_size:
-            raise RecordError(f"{path}:{place[-1]}: found the token id {most}, expected at most {vocab_size - 1}")
+            raise RecordError(f"{path}:{number}: found the token id {most}, expected at most {vocab_size - 1}")
         add_to_digest(text_sha256, ids_T)
         add_to_digest(text_sha256, loss_mask_T)
         columns.extend((*place, len(ids_T), int(loss_mask_T.sum())))
-    _check_number(path, num_rows, header.num_prompts)
+
+    for _ in encode_each(enumerate(_lines(path), 1), take, counts, is_leaving_out=is_leaving_out):
+        pass
+    _check_number(path, counts["rows"], header.num_prompts)
     if not columns:
         raise RecordError(f"{path}: no prompt has an answer; delete it and run dspark prepare again")
     if prompts_sha256.hexdigest() != header.prompts_sha256:
@@ -296,10 +244,6 @@ def _parse_header(path: Path) -> ResponsesHeader:
         raise RecordError(f"{header_path(path)}: {describe_validation(error)}; delete it and the responses") from error
 
 
-def _parse(path: Path, number: int, line: bytes) -> Row:
-    return parse_row(Row, f"{path}:{number}", line)
-
-
 def _kinds(row: Row) -> list[str]:
     return ["rows", row.finish_reason] + ["retokenised"] * bool(row.is_retokenised)
 
@@ -309,13 +253,13 @@ def _row(
 ) -> Row:
     ids = list(answer.ids)
     spoken = ids[:-1] if ids and ids[-1] in stops else ids
-    reason: Literal["stop", "length", "loop", "failed"] = "stop" if len(spoken) < len(ids) else "length"
+    reason = "stop" if len(spoken) < len(ids) else "length"
     if ends_in_loop(spoken) or all(token in special for token in ids):
         reason = "loop" if ids else "failed"
     text = tokenizer.decode(spoken)
     assert isinstance(text, str)
-    retokenised = answer.is_retokenised or None
-    return Row(**dict(prompt), response=text, finish_reason=reason, response_ids=ids, is_retokenised=retokenised)
+    said: dict[str, Any] = {"response": text, "finish_reason": reason, "response_ids": ids}
+    return Row.model_construct(**dict(prompt), **said, is_retokenised=answer.is_retokenised or None)
 
 
 def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
@@ -343,7 +287,7 @@ def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArr
             os.truncate(journal, end)
             break
         row, _, text = line.partition(b" ")
-        kinds.update(_kinds(_parse(journal, number, text)))
+        kinds.update(_kinds(parse_row(Row, f"{journal}:{number}", text)))
         if not row.isdigit() or len(row) > 18 or int(row) >= num_prompts or offsets_S[int(row)] >= 0:
             raise RecordError(
                 f"{journal}:{number}: {row!r:.40} is no row, or one that was there before; delete this line"

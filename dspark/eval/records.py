@@ -14,7 +14,7 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from dspark.config import Section, describe_validation
-from dspark.data.prompts import TokenId
+from dspark.data.rows import TokenId
 from dspark.decode.round import Round
 from dspark.errors import RecordError
 from dspark.eval.timing import DecodedText

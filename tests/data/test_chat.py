@@ -1,7 +1,9 @@
 """The mask is true on what the assistant wrote and on its end of turn, and nowhere else."""
 
+import json
 import re
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tiny import STOP_TOKEN_ID, write_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from dspark.data.chat import ChatFormat, Encoded, check_length, digest, encode_conversation, encode_prompt
-from dspark.data.conversations import Conversation
+from dspark.data.conversations import Conversation, parse_conversation
 from dspark.errors import PromptError
 
 
@@ -51,6 +53,8 @@ def supervised(chat: ChatFormat, encoded: Encoded) -> list[str]:
 class PieceTokenizer:
     """The real Ling tokenizer, as far as the golden file tells its ids."""
 
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast, golden: dict[str, Any]) -> None:
         self.chat_template, self.apply_chat_template = tokenizer.chat_template, tokenizer.apply_chat_template
         self.ids = {word: [token] for word, token in golden["special"].items()} | golden["pieces"]
@@ -75,6 +79,107 @@ def test_the_golden_conversation_has_the_real_ids_and_supervises_two_answers(
     starts = torch.nonzero(encoded.loss_mask_T & ~encoded.loss_mask_T.roll(1))[:, 0].tolist()
     header = golden["generation_prompt_ids"]["thinking_off"]
     assert [case["ids"][start - len(header) : start] for start in starts] == [header, header]
+
+
+def golden_talk(*turns: dict[str, str], **others: Any) -> Conversation:
+    roles = ("user", "assistant", "user", "assistant")
+    words = ("Who are you?", "My name is Qwen2.", "How old are you?", "11 years old.")
+    messages = [{"role": role, "content": said} | turn for role, said, turn in zip(roles, words, turns, strict=True)]
+    return Conversation("golden", 1, tuple(messages), **others)
+
+
+@pytest.mark.parametrize("is_thinking", [False, True])
+@pytest.mark.parametrize("system", ["", "ASSISTANT"])
+def test_thinking_a_system_turn_and_old_reasoning_have_the_real_ids(
+    tokenizer: PreTrainedTokenizerFast, ling_golden: dict[str, Any], is_thinking: bool, system: str
+) -> None:
+    """Put together from the golden pieces; the template always writes a system turn and keeps what was thought."""
+    golden = ling_golden["tokenizer_ids"]
+    piece, mark = golden["pieces"], {name: [token] for name, token in golden["special"].items()}
+    chat = ChatFormat(PieceTokenizer(tokenizer, golden), (156895,), is_thinking)  # type: ignore[arg-type]
+    thought = "11 years old." if is_thinking else ""
+    conversation = golden_talk({}, {"reasoning_content": thought} if thought else {}, {}, {})
+    if system:
+        turns = ({"role": "system", "content": system}, *conversation.messages)
+        conversation = replace(conversation, messages=turns)
+
+    def turn(role: str, *ids: list[int]) -> list[int]:
+        return [*mark["<role>"], *piece[role], *mark["</role>"], *(token for part in ids for token in part)]
+
+    end, head = mark["<|role_end|>"], [*piece["\n"], *mark["<think>"]]
+    switch = piece["detailed thinking on" if is_thinking else "detailed thinking off"]
+    first = turn("SYSTEM", piece[system] + piece["\n"] if system else [], switch, end)
+    first += turn("HUMAN", piece["Who are you?"], end)
+    first += turn(
+        "ASSISTANT", head, piece[thought] if thought else [], mark["</think>"], piece["My name is Qwen2."], end
+    )
+    asked = first + turn("HUMAN", piece["How old are you?"], end)
+    opening = golden["generation_prompt_ids"]["thinking_on" if is_thinking else "thinking_off"]
+    assert encode_prompt(chat, conversation).tolist() == asked + opening
+    last = turn("ASSISTANT", head, mark["</think>"], piece["11 years old."], end)
+    assert encode_conversation(chat, conversation).ids_T.tolist() == asked + last
+
+
+def test_tools_and_calls_stand_where_the_template_puts_them(chat: ChatFormat) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": "two"}}}
+    row = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "So:"}], "tools": [tool]}
+    row["messages"][1]["tool_calls"] = [call]
+    row["messages"] += [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+    conversation = parse_conversation("talk.jsonl", 7, row)
+    encoded = encode_conversation(chat, conversation)
+    text = chat.tokenizer.decode(encoded.ids_T)
+    assert f"\n<tools>\n{json.dumps(tool)}\n</tools>\n" in text[: text.index("detailed thinking off<|role_end|>")]
+    said = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    said += "<arg_key>b</arg_key>\n<arg_value>two</arg_value>\n</tool_call>"
+    assert supervised(chat, encoded) == [f"So:{said}<|role_end|>", "It is 2.<|role_end|>"]
+    observed = "<role>OBSERVATION</role>\n<tool_response>\n2\n</tool_response><|role_end|>"
+    assert f"{said}<|role_end|>{observed}<role>ASSISTANT</role>" in text
+    assert json.dumps(tool) in chat.tokenizer.decode(encode_prompt(chat, conversation))
+    with pytest.raises(PromptError, match=r"talk.jsonl:7: tools is 'add'; expected a list of objects"):
+        parse_conversation("talk.jsonl", 7, row | {"tools": "add"})
+
+
+CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system
+You are helpful.<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_another_familys_own_template_is_followed(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As that of SmolLM2: a system turn of its own where there is none, a newline after the end of turn."""
+    chatml = with_template(tokenizer, CHATML)
+    chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    chat = ChatFormat(chatml, (chatml.convert_tokens_to_ids("<|im_end|>"),))
+    encoded = encode_conversation(chat, talk("U:a", "A:b", "U:c", "A:d"))
+    head = "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    tail = "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert chatml.decode(encoded.ids_T) == f"{head}{tail}d<|im_end|>\n"
+    assert supervised(chat, encoded) == ["b<|im_end|>", "d<|im_end|>"]
+    assert chatml.decode(encode_prompt(chat, talk("U:a", "A:b", "U:c"))) == head + tail
+
+
+ANSWERS_ONLY = "{% for m in messages if m.role != 'user' %}{{ m.content }}<|role_end|>{% endfor %}"
+
+
+def test_a_mask_of_everything_or_of_special_tokens_only_is_refused(
+    chat: ChatFormat, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    bare = ChatFormat(with_template(tokenizer, ANSWERS_ONLY), (STOP_TOKEN_ID,))
+    with_bos = ChatFormat(with_template(tokenizer, "<|startoftext|>" + ANSWERS_ONLY), (STOP_TOKEN_ID,))
+    for form in (bare, with_bos):
+        with pytest.raises(PromptError, match=r"talk.jsonl:7: everything is supervised, with no words before") as error:
+            encode_conversation(form, talk("U:a", "A:b", "U:c", "A:d"))
+        assert "\n" not in str(error.value)
+    assert supervised(bare, encode_conversation(bare, talk("S:a", "A:b"))) == ["b<|role_end|>"]
+    for content in ("</think>", "<tool_call></tool_call>"):
+        with pytest.raises(
+            PromptError, match=r"talk.jsonl:7: nothing is supervised but special tokens \(.*<.role_end.>"
+        ):
+            encode_conversation(chat, talk("U:Hello", f"A:{content}"))
+    assert encode_conversation(chat, talk("U:Hello", "A:</think>", "U:So?", "A:Hi")).num_supervised == 5
 
 
 def test_the_golden_text_is_what_our_template_writes(chat: ChatFormat, ling_golden: dict[str, Any]) -> None:

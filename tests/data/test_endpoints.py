@@ -22,8 +22,8 @@ from dspark.config import DataSection
 from dspark.data.chat import ChatFormat, digest, encode_prompt
 from dspark.data.conversations import Conversation
 from dspark.data.endpoints import EndpointAsker, Patience, _seconds
-from dspark.data.prompts import Prompt
 from dspark.data.responses import Responses, ResponsesHeader, open_responses, write_responses
+from dspark.data.rows import Prompt
 from dspark.errors import EndpointError
 
 KEY = "sk-secret/1"

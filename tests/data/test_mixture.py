@@ -172,7 +172,7 @@ from pathlib import Path
 from dspark.data.mixture import load_mixture, mix
 import time
 place = Path({str(tmp_path)!r})
-mix(load_mixture(place / "mixture.yaml"), place / "out", (), lambda: time.sleep(0.001))
+mix(load_mixture(place / "mixture.yaml"), place / "out", (), lambda _: time.sleep(0.001))
 """
     for seconds in (0.05, 0.3, 0.5):
         process = subprocess.Popen([sys.executable, "-c", program])

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark.data.chat import digest
 from dspark.data.conversations import Conversation
-from dspark.data.prompts import ASKED_FILE, Prompt, Prompts, open_prompts
 from dspark.data.responses import (
     Responses,
     ResponsesHeader,
@@ -25,6 +24,7 @@ from dspark.data.responses import (
     read_header,
     write_responses,
 )
+from dspark.data.rows import ASKED_FILE, Prompt, Prompts, open_prompts
 from dspark.errors import RecordError
 
 HEADER = ResponsesHeader(

@@ -2,7 +2,9 @@
 
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -58,9 +60,9 @@ def record(
         bare, recording = [], []
         for number in range(4):
             manifest = describe(run, target, sequences, Path(place) / str(number))
-            bare.append(timed(device, lambda: read_only(target, sequences)))
-            recording.append(timed(device, lambda: write(target, sequences, manifest, Path(place) / str(number))))
-        reading = min(timed("cpu", lambda: read_back(Path(place) / "3")) for _ in range(3))
+            bare.append(timed(device, partial(read_only, target, sequences)))
+            recording.append(timed(device, partial(write, target, sequences, manifest, Path(place) / str(number))))
+        reading = min(timed("cpu", partial(read_back, Path(place) / "3")) for _ in range(3))
     num_tokens, best = manifest.num_tokens, [min(times[1:]) for times in (bare, recording)]
     report |= {"tokens": num_tokens, "bytes": manifest.num_bytes, "bare_seconds": bare[1:], "seconds": recording[1:]}
     report["reading_seconds"] = reading
@@ -124,7 +126,7 @@ def read_back(folder: Path) -> None:
             pass
 
 
-def timed(device: str, work: Any) -> float:
+def timed(device: str, work: Callable[[], None]) -> float:
     """Seconds, to the end of what a GPU was given."""
     began = time.monotonic()
     work()

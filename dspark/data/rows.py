@@ -1,19 +1,20 @@
-"""Prompts as they are asked, on disk: one JSON line each, read when it is wanted, so that memory holds numbers only."""
+"""Prompts, and answers to them, as JSON lines of a file: each is read when it is wanted; memory holds numbers only."""
 
 import hashlib
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Self, TypeVar, overload
+from typing import Annotated, Any, BinaryIO, Literal, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from dspark.config import Section, describe_validation
-from dspark.data.chat import add_to_digest
+from dspark.data.chat import ChatFormat, add_to_digest, encode_conversation
 from dspark.data.conversations import Conversation
 from dspark.errors import RecordError
 from dspark.files import partial_of, put_in_place
@@ -52,6 +53,66 @@ class Prompt(Section, strict=True):
             self.source, self.index, tuple(self.messages or ()), self.text, tools=tuple(self.tools or ())
         )
 
+    @property
+    def ids(self) -> list[int]:
+        """All that is there."""
+        return self.prompt_ids
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Half-open ranges of ``ids`` that are supervised."""
+        return []
+
+
+class Row(Prompt, strict=True):
+    """An answered prompt: what was said, and the very ids, so that nothing is tokenised twice."""
+
+    response: str
+    finish_reason: Literal["stop", "length", "loop", "failed", "given"]
+    """``loop``: it ends in one, or holds special tokens only; such rows and ``failed`` ones are never recorded."""
+    response_ids: list[TokenId]
+    supervised: list[tuple[TokenId, TokenId]] | None = None
+    """``spans`` where they are not the response."""
+    is_retokenised: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        edges = [0, *chain.from_iterable(self.spans), len(self.ids) + 1]
+        if self.finish_reason != "failed" and (len(edges) < 4 or edges != sorted(set(edges))):
+            raise ValueError(f"supervised must be ranges of tokens behind the first, in order, got {edges[1:-1]}")
+        return self
+
+    @property
+    def ids(self) -> list[int]:
+        """Of prompt and response."""
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The response, unless the row says otherwise."""
+        return [(len(self.prompt_ids), len(self.ids))] if self.supervised is None else self.supervised
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """ids_T and loss_mask_T."""
+        ids_T = np.array(self.ids, dtype=np.int64)
+        loss_mask_T = np.zeros(len(ids_T), dtype=np.bool_)
+        for begin, end in self.spans:
+            loss_mask_T[begin:end] = True
+        return ids_T, loss_mask_T
+
+
+def given_row(chat: ChatFormat, conversation: Conversation) -> Row:
+    """A conversation with the answers that it holds. Raises: PromptError as ``encode_conversation``."""
+    encoded = encode_conversation(chat, conversation)
+    ids, edges_E = encoded.ids_T.tolist(), np.flatnonzero(np.diff(encoded.loss_mask_T.numpy(), append=False)) + 1
+    spans = [(begin, end) for begin, end in edges_E.reshape(-1, 2).tolist()]
+    said = {
+        "response_ids": ids[edges_E[0] :],
+        "response": chat.tokenizer.decode(ids[edges_E[0] :]),
+        "supervised": spans,
+    }
+    return Row.of(conversation, ids[: edges_E[0]], is_thinking=chat.is_thinking, finish_reason="given", **said)
+
 
 def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:
     """Raises: RecordError naming the place of a line that is no such row."""
@@ -60,6 +121,12 @@ def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:
     except ValidationError as error:
         hint = "restore or delete this line, run dspark prepare again"
         raise RecordError(f"{place}: not a response ({describe_validation(error)}); {hint}") from error
+
+
+def rows_of(path: Path, model: type[RowT]) -> Iterator[RowT]:
+    """Every row of a file, in order. Raises: as ``parse_row``."""
+    with open(path, "rb") as file:
+        yield from (parse_row(model, f"{path}:{number}", line) for number, line in enumerate(file, 1))
 
 
 class Lines(Sequence[ItemT]):
@@ -125,7 +192,7 @@ def open_prompts(path: Path, rows: Iterable[Iterable[RowT]], model: type[RowT], 
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(partial_of(path), "wb") as file:
-            for row in (row for several in rows for row in several):
+            for row in chain.from_iterable(rows):
                 file.write(row.model_dump_json(exclude_none=True).encode() + b"\n")
         put_in_place(partial_of(path), path)
     finally:
