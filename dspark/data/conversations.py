@@ -7,6 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pyarrow import parquet
+
 from dspark.errors import PromptError
 
 RowT = TypeVar("RowT")
@@ -80,6 +82,17 @@ def source_rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
     if not is_file and Path(source).is_file():
         raise PromptError(f"{source}: prompts are read from files ending in .jsonl or .parquet; give it that name")
     return read_rows(source) if is_file else enumerate(_hub_rows(source, split), 1)
+
+
+def count_rows(source: str, split: str) -> int:
+    """How many rows ``source_rows`` gives of a source that can be read; those of a file are not parsed."""
+    if Path(source).suffix == ".parquet":
+        return int(parquet.read_metadata(source).num_rows)
+    if Path(source).suffix == ".jsonl":
+        with open(source, "rb") as file:
+            return sum(1 for line in file if line.strip())
+    rows: Any = _hub_rows(source, split)
+    return len(rows)
 
 
 def read_rows(path: str) -> Iterable[tuple[int, Any]]:
