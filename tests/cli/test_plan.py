@@ -3,10 +3,12 @@ stated rate explains or no task is, is refused.
 """
 
 import json
+import math
 import re
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,7 @@ def test_times_are_those_of_the_rates_and_there_are_none_without(tmp_path: Path)
     trained = int(found["train"][0].replace(",", ""))
     assert trained == round(10 * 4 * 2 * int(found["record"][0]) / 6)
     assert float(found["train"][2]) == pytest.approx(trained / 3600, rel=1e-3)
+    assert found["train"][3] == str(timedelta(seconds=math.ceil(trained / 2)))
     assert found["eval"][0] == str(6 * 2 * 7)
     assert re.search(r"epochs: 13.33 \(80 sequences, 2 processes\)", told)
     twice = table(plan(config, "--rates", str(rates), "--response-tokens", "15"))
