@@ -16,6 +16,8 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 from prompts_run import write_prompts_run
+from safetensors.torch import load_file
+from tiny import write_tiny_qwen3
 from typer.testing import CliRunner
 
 from dspark.cli.main import app, main
@@ -195,7 +197,7 @@ def test_a_mixture_counts_as_it_says_until_it_is_made(tmp_path: Path) -> None:
     assert "2 sequences" in (told := plan(config))
     assert "counted" in told
     (made / "train.jsonl").write_text('{"messages": []}\n')
-    with pytest.raises(PromptError, match="found no conversation"):
+    with pytest.raises(PromptError, match="none can be used; dspark prepare says why"):
         plan(config)
 
 
@@ -209,3 +211,6 @@ def test_the_sizes_are_those_of_what_is_loaded(tmp_path: Path) -> None:
     on_gpus = model_sizes(run, tmp_path / "target", 3, "cuda")
     assert on_gpus[4] == 2  # three ranks do not divide it
     assert on_gpus[3] != sizes[3]
+    other = write_tiny_qwen3(tmp_path / "other")
+    in_files = sum(tensor.nbytes for tensor in load_file(other / "model.safetensors").values())
+    assert model_sizes(run, other, 3, "cuda")[1:5:3] == [in_files, 1]

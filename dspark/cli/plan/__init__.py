@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dspark.cli.identity import describe_origin
 from dspark.cli.plan.calibration import calibrate as calibrate_stages
-from dspark.cli.plan.facts import NUM_WAYS, exact_amounts, expected_amounts, look_at_prompts, model_sizes
+from dspark.cli.plan.facts import exact_amounts, expected_amounts, look_at_prompts, model_sizes
 from dspark.cli.record import check_draft
 from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.config import load_run, read_yaml, validated
@@ -61,7 +61,7 @@ def plan(
         stated, source = validated(Rates, read_yaml(rates, "rates"), rates), f"rates stated in {rates}"
     if calibrate or not path.is_file():
         chat = ChatFormat(tokenizer, target.stop_token_ids, run.data.is_thinking)
-        prompts, unusable, number, counted = look_at_prompts(run, chat)
+        prompts, text_bytes, unusable, number, counted = look_at_prompts(run, chat)
     if calibrate:
         found, how = calibrate_stages(run, origin(), prompts, calibrate, device)
         stated, source = stated.model_copy(update=found), f"rates measured on this machine, {device}"
@@ -72,7 +72,7 @@ def plan(
     else:
         how = how if stated.response_tokens else "at most, data.max_response_tokens"
         length = stated.response_tokens or run.data.max_response_tokens
-        amounts = expected_amounts(run, prompts, number * NUM_WAYS, length)
+        amounts = expected_amounts(run, prompts, text_bytes, number, length)
         sampled = f"{len(prompts)} prompts sampled, {unusable} more unusable"
         known = f"{counted}; {sampled}; an answer {length:g} tokens, {how}"
     facts = Facts(*amounts, *model_sizes(run, folder, stated.num_gpus, device))

@@ -14,7 +14,6 @@ import torch
 from dspark.cli.record import describe
 from dspark.config import RunConfig
 from dspark.data.chat import Encoded
-from dspark.data.responses import Prompt
 from dspark.decode.generation import DraftSpeaker, PlainSpeaker, generate
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.decode.speaking import Stopwatch
@@ -36,7 +35,7 @@ EVALUATED_TOKENS = 64
 
 
 def calibrate(
-    run: RunConfig, origin: dict[str, Any], prompts: Sequence[Prompt], seconds: float, device: str
+    run: RunConfig, origin: dict[str, Any], prompts: Sequence[torch.Tensor], seconds: float, device: str
 ) -> tuple[dict[str, float], str]:
     """Answer, record one pack, train a new draft on it and decode with that, each for about a quarter of ``seconds``.
 
@@ -65,7 +64,7 @@ def calibrate(
         with whole_steps(learner, RecordReader(place)) as take:
             take()  # what is made once
             found["train_tokens_per_second"] = tokens_per_second(lambda: take() or num_tokens, part)
-    speaker, ids = DraftSpeaker(target, learner.draft), [prompt.ids_T for prompt in prompts[: run.eval.batch_size]]
+    speaker, ids = DraftSpeaker(target, learner.draft), prompts[: run.eval.batch_size]
     most = min(EVALUATED_TOKENS, run.eval.max_new_tokens)
     sampling = Sampling(run.eval.temperatures[0], most, facts.stop_token_ids)
 
@@ -79,12 +78,12 @@ def calibrate(
 
 
 def answer(
-    target: Target[Any], prompts: Sequence[Prompt], run: RunConfig, stop_ids: tuple[int, ...], seconds: float
+    target: Target[Any], prompts: Sequence[torch.Tensor], run: RunConfig, stop_ids: tuple[int, ...], seconds: float
 ) -> tuple[list[Encoded], dict[str, float], str]:
     """As many prompts as are read in half the time, with as much of their answers as there is time for.
     Returns: as many as are recorded in one pack; rate and mean length of the answers; how that is known.
     """
-    most, ids = run.data.max_response_tokens, [prompt.ids_T for prompt in prompts[: run.data.generation_batch_size]]
+    most, ids = run.data.max_response_tokens, list(prompts[: run.data.generation_batch_size])
     sampling = Sampling(run.data.temperature, most, stop_ids)
     uniforms = [row_uniforms(run.seed, row) for row in range(len(ids))]
     generate(target, ids[:1], replace(sampling, max_new_tokens=2), uniforms[:1])  # what is made once

@@ -14,9 +14,8 @@ from dspark.cli.mixing import FOLDER, described_mixture
 from dspark.cli.record import read_answered
 from dspark.config import RunConfig
 from dspark.data.chat import ChatFormat, check_length, encode_prompt
-from dspark.data.conversations import Conversation, count_rows, encode_each
+from dspark.data.conversations import count_rows
 from dspark.data.mixture import REPORT_FILE, TRAIN_FILE, Source, usable
-from dspark.data.responses import Prompt
 from dspark.decode.engine import SLACK_TOKENS
 from dspark.errors import ConfigError, PromptError
 from dspark.eval.tasks import num_prompts
@@ -34,10 +33,10 @@ NUM_WAYS = 1
 """In which every conversation is answered."""
 
 
-def look_at_prompts(run: RunConfig, chat: ChatFormat) -> tuple[list[Prompt], int, int, str]:
-    """Encode the first rows of every source, equally many, and count all. Returns: the prompts; how many of these rows
-    cannot be used; the number of conversations, and how it is known.
-    Raises: PromptError when a source cannot be read, or none of these rows can be used.
+def look_at_prompts(run: RunConfig, chat: ChatFormat) -> tuple[list[torch.Tensor], int, int, int, str]:
+    """Encode the first rows of every source, equally many, and count all. Returns: the prompts (int64 [T]); what the
+    same rows take as text with their ids, in bytes; how many rows among them cannot be used; the number of
+    conversations, and how it is known. Raises: PromptError when a source cannot be read or no such row can be used.
     """
     mixture, made, how = described_mixture(run), run.record.folder / FOLDER, "counted"
     sources = [Source(path=path, split=run.data.split) for path in run.data.sources]
@@ -47,30 +46,32 @@ def look_at_prompts(run: RunConfig, chat: ChatFormat) -> tuple[list[Prompt], int
         sources, how = list(mixture.sources), "the mixture's num_rows" if mixture.num_rows else "at most: rows unmixed"
     most = run.data.max_conversations or sys.maxsize
     each, fates = -(-min(SAMPLE_ROWS, most) // len(sources)), Counter[str]()
-    rows = list(chain.from_iterable(islice(usable(source, lambda: None, fates), each) for source in sources))
-
-    def encode(row: Conversation) -> Prompt:
-        ids_T = encode_prompt(chat, row)
-        check_length(row.place, len(ids_T) + run.data.max_response_tokens, run.record.max_tokens)
-        return Prompt(row, ids_T)
-
-    prompts = encode_each(rows, encode, is_leaving_out=True)
+    prompts, text_bytes, refused = list[torch.Tensor](), 0, 0
+    for row in chain.from_iterable(islice(usable(source, lambda *_: None, fates), each) for source in sources):
+        try:
+            ids_T = encode_prompt(chat, row)
+            check_length(row.place, len(ids_T) + run.data.max_response_tokens, run.record.max_tokens)
+            prompts.append(ids_T)
+            text_bytes += len(json.dumps((row.messages, row.text, ids_T.tolist())))
+        except PromptError:
+            refused += 1
     if not prompts:
-        raise PromptError(f"{run.name}: found no conversation in data.sources; dspark prepare says why")
+        raise PromptError(f"{run.name}: of the first rows of data.sources none can be used; dspark prepare says why")
     total = (mixture and mixture.num_rows) or sum(count_rows(source.path, source.split) for source in sources)
-    return prompts, (len(rows) if mixture else fates["read"]) - len(prompts), min(total, most), how
+    return prompts, text_bytes, refused if mixture else fates["read"] - len(prompts), min(total, most), how
 
 
-def expected_amounts(run: RunConfig, prompts: Sequence[Prompt], number: int, length: float) -> list[int]:
-    """The first five of ``Facts`` for so many sequences whose answers have the mean ``length``, from a sample of their
-    prompts. Raises: ConfigError for a mean above data.max_response_tokens.
+def expected_amounts(
+    run: RunConfig, prompts: Sequence[torch.Tensor], text_bytes: int, number: int, length: float
+) -> list[int]:
+    """The first five of ``Facts`` for so many conversations whose answers have the mean ``length``, from a sample of
+    their prompts and its bytes. Raises: ConfigError for a mean above data.max_response_tokens.
     """
     if length > run.data.max_response_tokens:
         raise ConfigError(f"response_tokens is {length:g}, above data.max_response_tokens; mend one of them")
-    rows = [(prompt.conversation.messages or prompt.conversation.text, prompt.ids_T.tolist()) for prompt in prompts]
-    sampled = sum(len(ids) for _, ids in rows)
-    tokens, new = round(number * (sampled / len(rows) + length)), round(number * length)
-    return [number, tokens, new, new, round(tokens * len(json.dumps(rows)) / sampled)]
+    sampled, sequences = sum(map(len, prompts)), number * NUM_WAYS
+    tokens, new = round(sequences * (sampled / len(prompts) + length)), round(sequences * length)
+    return [sequences, tokens, new, new, round(tokens * text_bytes / sampled)]
 
 
 def exact_amounts(run: RunConfig, origin: dict[str, Any]) -> list[int]:
