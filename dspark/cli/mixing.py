@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dspark.cli.terminal import count_progress
 from dspark.config import RunConfig
-from dspark.data.mixture import HELD_OUT_FILE, TRAIN_FILE, Mixture, MixtureReport, load_mixture, mix
+from dspark.data.mixture import HELD_OUT_FILE, TRAIN_FILE, MixtureReport, load_mixture, mix
 from dspark.errors import ConfigError
 from dspark.eval.tasks import load_task
 from dspark.files import claim
@@ -18,25 +18,16 @@ from dspark.files import claim
 FOLDER = "prompts"
 
 
-def described_mixture(run: RunConfig) -> Mixture | None:
-    """The mixture that ``data.sources`` names; None for plain sources.
-    Raises: ConfigError for a mixture beside other sources; as ``load_mixture``.
+def prompt_sources(run: RunConfig) -> tuple[str, ...]:
+    """``data.sources``; in place of a mixture its rows, which are made in record.folder/prompts, once.
+    Raises: ConfigError for a mixture beside other sources; as ``load_mixture``, ``mix`` and ``load_task``.
     """
     sources = run.data.sources
     if not any(Path(source).suffix.lower() in {".yaml", ".yml"} for source in sources):
-        return None
+        return sources
     if len(sources) != 1:
         raise ConfigError(f"{run.name}: data.sources holds a mixture and {len(sources) - 1} more; name them all in it")
-    return load_mixture(Path(sources[0]))
-
-
-def prompt_sources(run: RunConfig) -> tuple[str, ...]:
-    """``data.sources``; in place of a mixture its rows, which are made in record.folder/prompts, once.
-    Raises: as ``described_mixture``, ``mix`` and ``load_task``.
-    """
-    mixture, folder = described_mixture(run), run.record.folder / FOLDER
-    if mixture is None:
-        return run.data.sources
+    mixture, folder = load_mixture(Path(sources[0])), run.record.folder / FOLDER
     apart = chain.from_iterable(load_task(name) for name in mixture.apart_from)
     with claim(run.record.folder), count_progress("rows, read twice", None) as on_row:
         report = mix(mixture, folder, apart, on_row)

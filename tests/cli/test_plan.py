@@ -198,6 +198,8 @@ def test_a_mixture_counts_as_it_says_until_it_is_made(tmp_path: Path) -> None:
     assert "counted" in told
     (made / "train.jsonl").write_text('{"messages": []}\n')
     with pytest.raises(PromptError, match="none can be used; dspark prepare says why"):
+        plan(config, "--set", "data.sources=[]")
+    with pytest.raises(PromptError, match="none can be used; dspark prepare says why"):
         plan(config)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from dspark.cli.mixing import FOLDER, described_mixture
+from dspark.cli.mixing import FOLDER
 from dspark.cli.record import read_answered
 from dspark.config import RunConfig
 from dspark.data.chat import ChatFormat, check_length, encode_prompt
 from dspark.data.conversations import count_rows
-from dspark.data.mixture import REPORT_FILE, TRAIN_FILE, Source, usable
+from dspark.data.mixture import REPORT_FILE, TRAIN_FILE, Source, load_mixture, usable
 from dspark.decode.engine import SLACK_TOKENS
 from dspark.errors import ConfigError, PromptError
 from dspark.eval.tasks import num_prompts
@@ -38,14 +38,15 @@ def look_at_prompts(run: RunConfig, chat: ChatFormat) -> tuple[list[torch.Tensor
     same rows take as text with their ids, in bytes; how many rows among them cannot be used; the number of
     conversations, and how it is known. Raises: PromptError when a source cannot be read or no such row can be used.
     """
-    mixture, made, how = described_mixture(run), run.record.folder / FOLDER, "counted"
+    first, made, how = Path((*run.data.sources, "")[0]), run.record.folder / FOLDER, "counted"
+    mixture = load_mixture(first) if first.suffix.lower() in {".yaml", ".yml"} else None
     sources = [Source(path=path, split=run.data.split) for path in run.data.sources]
     if mixture and (made / REPORT_FILE).is_file():
         mixture, sources = None, [Source(path=str(made / TRAIN_FILE))]
     elif mixture:
         sources, how = list(mixture.sources), "the mixture's num_rows" if mixture.num_rows else "at most: rows unmixed"
     most = run.data.max_conversations or sys.maxsize
-    each, fates = -(-min(SAMPLE_ROWS, most) // len(sources)), Counter[str]()
+    each, fates = -(-min(SAMPLE_ROWS, most) // max(1, len(sources))), Counter[str]()
     prompts, text_bytes, refused = list[torch.Tensor](), 0, 0
     for row in chain.from_iterable(islice(usable(source, lambda *_: None, fates), each) for source in sources):
         try:
