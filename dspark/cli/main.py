@@ -13,6 +13,7 @@ from dspark.cli.chat import chat
 from dspark.cli.demo import demo
 from dspark.cli.eval import evaluate
 from dspark.cli.export import export
+from dspark.cli.plan import plan
 from dspark.cli.prepare import prepare
 from dspark.cli.record import record
 from dspark.cli.report import report
@@ -21,6 +22,7 @@ from dspark.errors import DsparkError, one_line
 STAGES = """
 dspark demo
 
+dspark plan --config configs/nano.yaml --calibrate 20
 dspark prepare --config configs/nano.yaml
 dspark record --config configs/nano.yaml
 accelerate launch train.py --config configs/nano.yaml
@@ -30,6 +32,11 @@ EXAMPLES: dict[Callable[..., None], str] = {
     demo: """
 dspark demo
 dspark demo --config my-demo.yaml
+""",
+    plan: """
+dspark plan --config configs/nano.yaml --response-tokens 150
+dspark plan --config configs/nano.yaml --calibrate 20
+dspark plan --config configs/nano.yaml --set data.max_conversations=50000 --rates my-rates.yaml
 """,
     prepare: """
 dspark prepare --config configs/nano.yaml

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dspark.config import NonNegativeInt, PositiveInt, Section, validated
 from dspark.data.chat import ChatFormat, encode_prompt
-from dspark.data.conversations import Conversation, read_conversations, read_rows
+from dspark.data.conversations import Conversation, count_rows, read_conversations, read_rows
 from dspark.errors import ConfigError, PromptError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -119,6 +119,17 @@ def load_task(name: str, max_prompts: int | None = None, folder: Path = TASKS) -
     return _load(name, max_prompts, folder)[0]
 
 
+def num_prompts(name: str, max_prompts: int | None = None, folder: Path = TASKS) -> int:
+    """How many prompts of a task are measured: as its definition states; those of a file are counted.
+    Raises: ConfigError as ``load_task``.
+    """
+    if _synthetic(name) is not None:
+        return max_prompts or NUM_SYNTHETIC
+    definition = _definition(name, folder)
+    rows = definition.num_rows or count_rows(str(REPOSITORY / definition.source), "train")
+    return min(filter(None, (rows, max_prompts, definition.max_prompts)))
+
+
 def load_prompts(
     name: str,
     chat: ChatFormat,
@@ -179,10 +190,7 @@ def describe_tasks(folder: Path = TASKS) -> Table:
 def _load(name: str, max_prompts: int | None, folder: Path) -> tuple[tuple[Conversation, ...], str]:
     if _synthetic(name) is not None:
         raise ConfigError(f"task {name}: a synthetic task holds ids, not conversations, and cannot be used here")
-    if Path(name).suffix in {".jsonl", ".parquet"}:
-        definition = TaskDefinition(reads="file", source=str(Path(name).absolute()))
-    else:
-        definition = _definition(name, folder)
+    definition = _definition(name, folder)
     refusals: list[str] = []
     for source in (definition, *definition.otherwise):
         try:
@@ -199,6 +207,8 @@ def _load(name: str, max_prompts: int | None, folder: Path) -> tuple[tuple[Conve
 
 
 def _definition(name: str, folder: Path) -> TaskDefinition:
+    if Path(name).suffix in {".jsonl", ".parquet"}:
+        return TaskDefinition(reads="file", source=str(Path(name).absolute()))
     path = folder / f"{name}.yaml"
     if name not in task_names(folder):
         known = ", ".join((*task_names(folder), *(form for form, _, _ in SYNTHETIC.values())))

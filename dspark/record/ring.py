@@ -23,8 +23,8 @@ POLL_SECONDS, PATIENCE_SECONDS = 0.1, 30.0
 class Ring:
     """The shards that are there at a time: ``capacity`` of those that training reads next, from its place on.
 
-    Which ones those are follows from the seed and from the group that the trainer reads (``ring.json``): recorders write
-    those that are missing, the trainer deletes all others, and each may be stopped and started at any moment.
+    Which ones those are follows from the seed and from the group that the trainer reads (``ring.json``): recorders
+    write what is missing, the trainer deletes all others, and each may be stopped and started at any moment.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, seed: int, capacity: int) -> None:

@@ -268,6 +268,8 @@ def test_the_least_that_training_takes(config: Path) -> None:
     tensors = sum(parameter.numel() for parameter in learner.draft.parameters())
     tables = learner.draft.head_VD.numel() * 2  # type: ignore[union-attr]
     assert least_bytes(learner.run) == 16 * tensors + 4 * (tables + TOKENS * 4 * 32)
+    averaged = door.measured_run(config, TOKENS, 2, ("train.ema_decay=0.9",))
+    assert least_bytes(averaged) == least_bytes(learner.run) + 4 * tensors
     assert 10e9 < least_bytes(door.measured_run(FLASH, 4096, 4, ())) < 12e9
 
 

@@ -19,7 +19,7 @@ from dspark.decode.acceptance import accept
 from dspark.export import draft_fingerprint
 from dspark.target.loading import target_fingerprint
 
-COMMANDS = ("demo", "prepare", "record", "eval", "report", "chat", "export")
+COMMANDS = ("demo", "plan", "prepare", "record", "eval", "report", "chat", "export")
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +99,10 @@ def test_a_run_says_what_is_measured_until_a_flag_says_otherwise(place: Path, tm
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields))
     given = {"config": str(tmp_path / "run.yaml"), "draft": str(place / "draft"), "baselines": "untrained"}
     words = ["eval", *(part for key, value in given.items() for part in (f"--{key}", value))]
-    words += ["--top-p", "0.25", "--temperatures", "1", "--out", str(tmp_path / "out")]
+    words += ["--top-p", "0.25", "--temperatures", "1", "--out", str(tmp_path / "out"), "--set", "eval.top_k=9"]
     assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
     settings = json.loads((tmp_path / "out" / "report.json").read_text())["settings"]
-    expected = {"max_new_tokens": 6, "top_k": 7, "top_p": 0.25, "seed": 980406, "untrained_seed": 11}
+    expected = {"max_new_tokens": 6, "top_k": 9, "top_p": 0.25, "seed": 980406, "untrained_seed": 11}
     assert {key: settings[key] for key in expected} == expected
 
 
@@ -170,6 +170,7 @@ def test_the_same_command_counts_the_same_rounds(place: Path, tmp_path: Path) ->
         ({"engine": "verifier", "top-k": "2"}, "the verifier draws from the whole distribution"),
         ({"dtype": "float16"}, "dtype: Input should be 'bfloat16', 'float32' or 'float64', got 'float16'"),
         ({"config": "none.yaml"}, "none.yaml: no such file"),
+        ({"set": "eval.top_k=9"}, "--set: changes a run; give its --config"),
     ],
     ids=str,
 )

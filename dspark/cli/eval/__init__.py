@@ -27,6 +27,7 @@ ENGINE_HELP = "verifier (Ling-3.0 on our kernels, one text at a time) or referen
 
 def evaluate(
     config: Annotated[Path | None, typer.Option(help="A run: target, eval section, draft.", readable=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value of the run.")] = None,
     target: Annotated[str | None, typer.Option(help="A name (ling-3.0-nano, ...) or a Hugging Face folder.")] = None,
     draft: Annotated[Path | None, typer.Option(help="An exported draft.")] = None,
     tasks: Annotated[str | None, typer.Option(help=TASKS_HELP + "  [default: heldout]")] = None,
@@ -64,7 +65,9 @@ def evaluate(
             raise ConfigError(f"{name}: is empty, or this very folder; give a folder of its own")
     if out is not None:
         check_writable(out, "--out")
-    given = load_run(config) if config else None
+    if overrides and not config:
+        raise ConfigError("--set: changes a run; give its --config")
+    given = load_run(config, tuple(overrides or ())) if config else None
     options: dict[str, object] = {"tasks": _listed(tasks), "temperatures": _listed(temperatures)}
     options |= {"turns": turns, "batch_size": batch_size, "max_prompts": max_prompts, "max_new_tokens": max_new_tokens}
     options |= {"top_k": top_k, "top_p": top_p}

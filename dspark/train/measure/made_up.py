@@ -60,11 +60,11 @@ def random_learner(accelerator: Accelerator, run: RunConfig) -> Learner:
 
 def least_bytes(run: RunConfig) -> int:
     """Bytes that training surely takes on the device: the draft's float32 weights and gradients, its optimizer's
-    moments, the target's tables and one batch. Activations and pieces of logits come on top.
+    moments and moving average, the target's tables and one batch. Activations and pieces of logits come on top.
     """
     draft, itemsize = run.draft, int(getattr(torch, run.target.dtype).itemsize)
     with torch.device("meta"):
         num_weights = sum(parameter.numel() for parameter in DraftModel(draft).parameters())
-    copies = 4 if run.train.optimizer == "adamw" else 3
+    copies = (4 if run.train.optimizer == "adamw" else 3) + bool(run.train.ema_decay)
     rows = 2 * draft.vocab_size + run.train.batch_size * run.record.max_tokens * (len(draft.target_layer_ids) + 1)
     return copies * 4 * num_weights + itemsize * rows * draft.hidden_size
