@@ -90,6 +90,11 @@ class Measurement:
     teacher_forced: TeacherForcedStatistics | None = None
     decoding_gap: DecodingGap | None = None
 
+    @property
+    def num_looping(self) -> int:
+        """Texts that end in a loop."""
+        return round(self.looping_share * self.num_prompts)
+
 
 def decode_prompts(
     speaker: Speaker,

@@ -23,16 +23,16 @@ PLOTS = """() => [...document.querySelectorAll("figure")].map(figure => ({
     section: figure.closest("section").querySelector("h2").textContent,
     run: figure.closest(".run")?.querySelector("h3").textContent,
     title: figure.querySelector("figcaption").textContent.replaceAll("\u00a0", " "),
-    circles: figure.querySelectorAll("circle").length,
-    rects: figure.querySelectorAll("rect").length,
-    lines: figure.querySelectorAll("polyline.line").length,
-    whiskers: figure.querySelectorAll("path.line").length,
+    dots: figure.querySelectorAll("g.dot").length,
+    bars: figure.querySelectorAll("g.bar").length,
+    lines: figure.querySelectorAll("g.curve").length,
+    whiskers: figure.querySelectorAll("g.whisker").length,
 }))"""
 OUTSIDE = """() => {
     const wrong = [];
     for (const svg of document.querySelectorAll("svg")) {
         const box = svg.getBoundingClientRect();
-        for (const mark of svg.querySelectorAll("circle, rect, text, path, polyline")) {
+        for (const mark of svg.querySelectorAll("text, g.bar, g.dot, g.curve, g.whisker")) {
             const b = mark.getBoundingClientRect();
             const isWide = b.left < box.left - 1 || b.right > box.right + 1;
             const isHigh = b.top < box.top - 1 || b.bottom > box.bottom + 1;
@@ -44,9 +44,9 @@ OUTSIDE = """() => {
     }
     return wrong;
 }"""
-COLOURS = """() => ["body", ".bar.c0", ".dot.c0", "svg text", "mark"].map(name => {
+COLOURS = """() => ["body", "figure", "i", "mark", "g.bar path", "g.dot use", "svg text"].map(name => {
     const style = getComputedStyle(document.querySelector(name));
-    return name === "body" || name === "mark" ? style.backgroundColor : style.fill;
+    return name.includes(" ") ? style.fill : style.backgroundColor;
 })"""
 
 
@@ -130,22 +130,22 @@ def test_every_plot_has_a_mark_for_every_number(browser: Browser) -> None:
         acceptances = [m["acceptance"] for m in drafted]
         assert len(drafted) == 3
         lengths = browser.plots("Tokens a round", "first")[at]
-        assert (lengths["circles"], lengths["whiskers"]) == (3, 3)
+        assert (lengths["dots"], lengths["whiskers"]) == (3, 3)
         slots = browser.plots("Where a round ends", "first")
         for name in ("survival", "conditional"):
             shares = [share for a in acceptances for share in a[name] if share is not None]
-            assert slots[f"{name.capitalize()}, {at}"]["rects"] == len(shares) > 4
+            assert slots[f"{name.capitalize()}, {at}"]["bars"] == len(shares) > 4
         bars = browser.plots("Accepted drafts a round", "first")[at]
-        assert bars["rects"] == sum(len(a["histogram"]) for a in acceptances)
+        assert bars["bars"] == sum(len(a["histogram"]) for a in acceptances)
         bins = [b for m in drafted if m["confidence"] for b in m["confidence"]["overall"]["bins"] if b["num_slots"]]
-        assert browser.plots("How far confidence can be believed", "first")[at]["circles"] == len(bins) > 1
+        assert browser.plots("How far confidence can be believed", "first")[at]["dots"] == len(bins) > 1
         costs = browser.plots("What a round costs", "first")[at]
-        assert costs["rects"] == 4 * 4, "four phases of three that draft and of plain decoding"
+        assert costs["bars"] == 4 * 4, "four phases of three that draft and of plain decoding"
         (bar,) = (plot for title, plot in browser.plots("What a round costs", "second").items() if title == at)
-        assert bar["rects"] == len({"draft", "verify", "commit", "other"}), "as it was measured"
+        assert bar["bars"] == len({"draft", "verify", "commit", "other"}), "as it was measured"
         forced = browser.plots("Teacher-forced and decoded", "first")
-        assert forced[f"Length, {at}"]["circles"] == 2
-        assert forced[f"Survival, {at}"]["rects"] == 8
+        assert forced[f"Length, {at}"]["dots"] == 2
+        assert forced[f"Survival, {at}"]["bars"] == 8
 
 
 def test_every_stretch_of_the_answer_is_a_dot(browser: Browser) -> None:
@@ -156,13 +156,13 @@ def test_every_stretch_of_the_answer_is_a_dot(browser: Browser) -> None:
     plots = browser.plots("Along the answer", "first")
     for temperature, found in places.items():
         plot = plots[f"By place, T = {temperature:g}"]
-        assert (plot["circles"], plot["lines"]) == (len(found), 3)
-        assert plots[f"By length of the answer, T = {temperature:g}"]["circles"] > 0
+        assert (plot["dots"], plot["lines"]) == (len(found), 3)
+        assert plots[f"By length of the answer, T = {temperature:g}"]["dots"] > 0
 
 
 def test_two_drafts_are_compared_in_plots_and_the_answer_is_coloured(browser: Browser) -> None:
     compared = [plot for plot in browser.page.evaluate(PLOTS) if plot["section"] == "Compared"]
-    assert [plot["circles"] for plot in compared] == [2, 3, 3], "temperatures, then the prompts of each"
-    assert [plot["circles"] for plot in browser.plots("Paired differences", "second").values()] == [2]
+    assert [plot["dots"] for plot in compared] == [2, 3, 3], "temperatures, then the prompts of each"
+    assert [plot["dots"] for plot in browser.plots("Paired differences", "second").values()] == [2]
     counts = [browser.page.locator(f"pre {name}").count() for name in ("mark", "span")]
     assert all(count > 0 for count in counts)

@@ -11,16 +11,12 @@ from rich.console import Console
 
 from dspark.errors import CheckpointError, ConfigError, RecordError
 from dspark.eval.evaluation import Evaluation, read_evaluation
-from dspark.eval.page.pictures import draw, has_font
-from dspark.eval.page.report import render_report
-from dspark.eval.page.style import FONTS
 from dspark.files import write_whole
 from dspark.target.loading import locate_target
 from dspark.target.tokenizer import load_tokenizer, tokenizer_fingerprint
 from dspark.train.log import METRICS, Row
 
 PAGE = "report.html"
-NO_FONT = f"no pictures were made: their text needs one of the fonts {', '.join(FONTS)}; install one"
 
 
 def report(
@@ -41,17 +37,19 @@ def report(
         raise ConfigError(f"{twice[0]}: given twice; name every RUN once")
     if compare and len(runs) < 2:
         raise ConfigError(f"--compare: give two RUNs or more, found {len(runs)}")
+    from dspark.eval.page.report import render_report  # matplotlib is heavy, and only a page needs it
+
     evaluations = [_with_training(read_evaluation(folder)) for folder in runs]
-    html, svgs = render_report(evaluations, [_decoder(each.report.target) for each in evaluations], compare)
-    pictures = draw(svgs) if has_font() else {}
+    html, pictures = render_report(evaluations, [_decoder(each.report.target) for each in evaluations], compare)
+    drawn = {name: draw() for name, draw in pictures.items()}
     page = out or runs[0] / PAGE
     folder = page.with_name(f"{page.stem}_png")
-    (folder if pictures else page.parent).mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items():
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in drawn.items():
         write_whole(folder / f"{name}.png", picture)
     write_whole(page, html.encode(errors="replace"))  # a name of a file may be no text
     console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
-    console.print(f"{page}\n{f'{len(pictures)} pictures in {folder}' if pictures else NO_FONT}")
+    console.print(f"{page}\n{len(drawn)} pictures in {folder}")
 
 
 def _with_training(evaluation: Evaluation) -> Evaluation:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from matplotlib.ticker import MaxNLocator
+
 from dspark.decode.teacher_forced import round_starts
-from dspark.eval.page.charts import ticks
 from dspark.eval.statistics import bootstrap_interval
 from dspark.eval.timing import DecodedText
 
@@ -34,7 +35,8 @@ def by_length(texts: Sequence[DecodedText]) -> list[Bucket]:
 
 def step_width(texts: Sequence[DecodedText]) -> int:
     """A round number of tokens that cuts the longest text in some five parts."""
-    return max(1, round(ticks(0, max([5, *(len(text.ids_T) for text in texts)]))[1]))
+    locator = MaxNLocator(5, steps=[1, 2, 5, 10], integer=True)
+    return int(locator.tick_values(0, max([5, *(len(text.ids_T) for text in texts)]))[1])
 
 
 def _buckets(counted: Sequence[tuple[int, int, int]], width: int) -> list[Bucket]:

@@ -1,43 +1,184 @@
 """The report of one or several evaluations as one self-contained page."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from html import escape
+from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
 
 from dspark.decode.round import Round
 from dspark.eval.comparison import DRAFT, Contender
 from dspark.eval.evaluation import Evaluation, find_shared, pair_up
+from dspark.eval.page import plots as by
 from dspark.eval.page import sections as of
-from dspark.eval.page.along import Bucket, by_length, by_start, step_width
-from dspark.eval.page.charts import Chart, Interval, Series, interval_chart, line_chart, shorten
-from dspark.eval.page.document import Figure, Part, Section, document, facts, pictures, table, text
-from dspark.eval.page.excerpt import pieces
-from dspark.eval.page.style import NUM_COLOURS
+from dspark.eval.page.excerpt import Piece, pieces
+from dspark.eval.page.plots import GUIDE, Interval, shorten
+from dspark.eval.page.sections import PER_ROUND, Panel, Row, Titled
 from dspark.eval.records import TextKey
 from dspark.eval.report import EvalReport, Pairing, difference_lines, interval, number
 
 LONGEST_TOKENS = 1000
 """Of an answer that is shown."""
-NOTHING = "nothing was drafted"
-ALONG_NOTE = (
-    "By place: the mean acceptance length of the rounds that start in a stretch of the answer, drawn at its middle. By "
-    "length: the draft's texts by how many tokens the answer has, or the prompt where tasks say so."
-)
-PAIRED_NOTE = (
-    "First draft minus second on the same prompts, with the 95 % interval over prompts; right of the dashed line the "
-    "first is better. p: how often swapping the two in random prompts makes as large a difference. Dots: prompts."
-)
-LEARNED_NOTE = (
-    "From the metrics.jsonl beside the draft. The acceptance length while training is estimated on the recorded text "
-    "at temperature 1; the level line is what decoding at temperature 1 then gave."
-)
-HEADLINE_NOTE = " Texts that end in a loop flatter a draft: the headline leaves them out, the table does not."
-CHECKS_NOTE = (
-    "Texts that end in a loop flatter a draft. A greedy text must be plain decoding's own; where rounding makes two "
-    "logits change places it may leave it, anything else is a fault."
-)
+LONGEST_LIST = 30
+"""Greedy texts unlike plain decoding's that are named."""
+
+
+@by.styled
+def render_report(
+    evaluations: Sequence[Evaluation], decoders: Sequence[Callable[[Sequence[int]], str] | str], is_compared: bool
+) -> tuple[str, dict[str, Callable[[], bytes]]]:
+    """The page, and what draws its plots as PNG files, by name. Of every evaluation ``decoders`` makes ids into words,
+    or says why nothing can. ``is_compared``: the first draft also with the others, prompt by prompt.
+    Raises: as ``find_shared`` when they cannot be compared.
+    """
+    names = [evaluation.folder.resolve().name for evaluation in evaluations]
+    if len(set(names)) < len(names):
+        names = [str(evaluation.folder) for evaluation in evaluations]
+    contenders = dict.fromkeys(name for evaluation in evaluations for name in evaluation.report.baselines)
+    order = [DRAFT, *(name for name in contenders if name != "plain"), "plain"]
+    palette = {name: place % by.NUM_COLOURS for place, name in enumerate(order)}
+    measured = [m for evaluation in evaluations for ms in evaluation.everyone().values() for m in ms]
+    longest = max([2.0, *(s.interval[1] for m in measured for s in (m.acceptance, m.teacher_forced) if s)])
+    runs = [
+        {"name": name, "answer": _answer(evaluation, decode)} | _run(evaluation, _panels(evaluation, palette, longest))
+        for name, evaluation, decode in zip(names, evaluations, decoders, strict=True)
+    ]
+    versus = [plot for other in evaluations[1:] for plot in _versus(evaluations[0], other)] if is_compared else []
+    targets = ", ".join(dict.fromkeys(Path(str(e.report.target["name"])).name for e in evaluations))
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, loader=FileSystemLoader(by.PLACE), trim_blocks=True
+    )
+    words = {"svg": by.svg, "number": number, "interval": interval}
+    template = environment.get_template("page.html.j2", globals=words)
+    page = template.render(title=f"DSpark on {targets}", runs=runs, versus=versus)
+    shown = [(title, run["name"] * (len(runs) > 1), run["plots"][title]) for title in DRAWN for run in runs]
+    return page, _pictures([*shown, ("Compared", "", versus)])
+
+
+def _pictures(shown: Sequence[tuple[str, str, Sequence[Titled]]]) -> dict[str, Callable[[], bytes]]:
+    """Of sections, runs and plots, by names that are good for files and that no two have."""
+    found: dict[str, Callable[[], bytes]] = {}
+    for section, run, plots in shown:
+        for what, figure in plots:
+            title = f"{run}: {what}" if run else what
+            words = ["-".join(re.findall(r"[a-z0-9]+", text.lower())) for text in (section, title)]
+            stem = f"{words[0]}-{words[1][-80:]}"
+            names = (stem, *(f"{stem}-{count}" for count in range(2, len(found) + 2)))
+            found[next(name for name in names if name not in found)] = partial(by.png, figure, section, title)
+    return found
+
+
+def _panels(evaluation: Evaluation, palette: Mapping[str, int], longest: float) -> list[Panel]:
+    """One a task and temperature."""
+    report, everyone = evaluation.report, evaluation.everyone().items()
+    is_one = len({m.task for m in report.measurements}) == 1
+    return [
+        Panel(
+            [Row(name, palette[name], ms[place], evaluation.texts_of(name, ms[place])) for name, ms in everyone],
+            longest,
+            "" if is_one else report.label(m.task),
+        )
+        for place, m in enumerate(report.measurements)
+    ]
+
+
+def _run(evaluation: Evaluation, panels: Sequence[Panel]) -> dict[str, Any]:
+    """What the template shows of an evaluation."""
+    report, counted = evaluation.report, _counted(evaluation.report)
+    everyone = evaluation.everyone()
+    ms = counted.measurements
+    means = {}
+    for name, some in everyone.items():
+        found = _counted(replace(report, measurements=some)).mean_acceptance_lengths()
+        means[name] = {f"T = {temperature}": mean for temperature, mean in found.items()}
+    parts = {"folder": str(evaluation.folder), "target": report.target, "draft": report.draft}
+    return {
+        "report": report,
+        "means": means,
+        "counted": ms,
+        "tasks": list(dict.fromkeys(report.label(m.task) for m in ms)),
+        "panels": [list(found) for _, found in groupby(panels, key=lambda panel: panel.label)],
+        "plots": {title: draw(evaluation, panels) for title, draw in DRAWN.items()},
+        "differences": difference_lines([Contender(name, ms, ()) for name, ms in everyone.items()], LONGEST_LIST),
+        "facts": parts | {"settings": report.settings} | dict(report.provenance),
+    }
+
+
+def _counted(report: EvalReport) -> EvalReport:
+    """The real tasks alone, their first turns; where all are synthetic, all of them."""
+    prompts = report.settings.get("prompts")
+    first = [m for m in report.measurements if prompts is None or m.task in prompts]
+    real = tuple(m for m in first if report.label(m.task) == m.task)
+    return replace(report, measurements=real) if real else replace(report, settings={})
+
+
+def _each(draw: of.Draw) -> Callable[[Evaluation, Sequence[Panel]], list[Titled]]:
+    return lambda _, panels: of.titled(draw, panels)
+
+
+def _along(evaluation: Evaluation, panels: Sequence[Panel]) -> list[Titled]:
+    """Acceptance by the place in the answer, then by its length, or the prompt's where tasks say it."""
+    found: dict[str, list[Interval]] = {}
+    for m in evaluation.report.measurements:
+        if m.task.startswith("long:") and m.acceptance:
+            found.setdefault(f"T = {m.temperature:g}", []).append(of.whiskers(m.task, m.acceptance, 0))
+    plots = {at: by.interval_plot(rows, of.LENGTH, (1, 2)) for at, rows in found.items()}
+    prompts = [(f"By length of the prompt, {at}", figure) for at, figure in plots.items()]
+    return of.titled(of.by_place, panels) + (prompts or of.titled(of.by_answer, panels))
+
+
+def _learned(evaluation: Evaluation, _: Sequence[Panel]) -> list[Titled]:
+    """The draft's loss, and its estimated acceptance length beside the decoded one."""
+    level, plots = _counted(evaluation.report).mean_acceptance_lengths().get("1"), []
+    for title, key, name in (("Loss", "loss", "loss"), ("Acceptance length", "acceptance_length", "estimated")):
+        points = [(row["step"], row[key]) for row in evaluation.training if row.keys() >= {"step", key}]
+        if points:
+            curves = [(name, 0, points)]
+            if level and name == "estimated":
+                curves.append(("decoded", 4, [(points[place][0], level) for place in (0, -1)]))
+            y_label = "loss" if name == "loss" else PER_ROUND
+            figure, axes = by.empty_plot("step", y_label, [curve[:2] for curve in curves])
+            for name, colour, marks in curves:
+                by.draw_line(axes, colour, name, marks)
+                by.draw_dot(axes, marks[-1], colour, f"{name}: {marks[-1][1]:.3g} at {marks[-1][0]:g}")
+            plots.append((title, figure))
+    return plots
+
+
+def _paired(evaluation: Evaluation, _: Sequence[Panel]) -> list[Titled]:
+    """What the evaluation itself compared."""
+    pairings = evaluation.report.pairings
+    return [(f"minus {pairings[0].folder}", _forest(pairings))] if pairings else []
+
+
+def _versus(first: Evaluation, second: Evaluation) -> Iterator[Titled]:
+    """The drafts of two evaluations on the same prompts: every task at every temperature, then every prompt."""
+    shared, _ = find_shared(second, first.report.target, first.report.settings)
+    pairings = pair_up(first.texts, second, shared)
+    yield f"{first.folder} minus {second.folder}", _forest(pairings)
+    for keys, pairing in zip(shared, pairings, strict=True):
+        pairs = [(_mean(first.texts[key].rounds), _mean(second.texts[key].rounds)) for key in keys]
+        figure, axes = by.empty_plot("prompts, sorted", f"difference, {PER_ROUND}", [("a prompt", 0)])
+        axes.axhline(0, **GUIDE)
+        for point in enumerate(sorted(a - b for a, b in pairs if a and b)):
+            by.draw_dot(axes, point, 0, f"a prompt: {point[1]:+.2f}")
+        yield f"Each prompt, {pairing.task}, T = {pairing.temperature:g}", figure
+
+
+def _forest(pairings: Sequence[Pairing]) -> Figure:
+    rows, reach = [], 0.1
+    for p in pairings:
+        name, (low, high) = f"{shorten(p.task, 12)}, T = {p.temperature:g}", p.comparison.interval
+        rows.append(Interval(f"{name}, p = {p.comparison.p_value:.3f}", low, p.comparison.difference, high, 0))
+        reach = max(reach, abs(low), abs(high))
+    figure = by.interval_plot(rows, f"difference ({PER_ROUND})", (-reach, reach))
+    figure.axes[0].axvline(0, **GUIDE)
+    return figure
 
 
 def typical_text(evaluation: Evaluation) -> TextKey | None:
@@ -53,217 +194,15 @@ def typical_text(evaluation: Evaluation) -> TextKey | None:
     return TextKey(m.task, m.temperature, DRAFT, index)
 
 
-def render_report(
-    evaluations: Sequence[Evaluation], decoders: Sequence[Callable[[Sequence[int]], str] | str], is_compared: bool
-) -> tuple[str, dict[str, str]]:
-    """The page, and its figures as SVG files by name. Of every evaluation ``decoders`` makes ids into words, or says
-    why nothing can. ``is_compared``: the first draft also with the others, prompt by prompt.
-    Raises: as ``find_shared`` when they cannot be compared.
-    """
-    runs = [evaluation.folder.resolve().name for evaluation in evaluations]
-    if len(set(runs)) < len(runs):
-        runs = [str(evaluation.folder) for evaluation in evaluations]
-    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.report.baselines)
-    order = [DRAFT, *(name for name in names if name != "plain"), "plain"]
-    palette = {name: place % NUM_COLOURS for place, name in enumerate(order)}
-    longest = of.longest(m for e in evaluations for ms in e.everyone().values() for m in ms)
-    groups = [_groups(evaluation, palette, longest) for evaluation in evaluations]
-    pairs = list(zip(evaluations, groups, strict=True))
-    sections = [Section("Result", tuple(Part(html=_result(*pair)) for pair in pairs), of.RESULT_NOTE + HEADLINE_NOTE)]
-    for title, draw, missing, note in DRAWN:
-        tables = ["".join(map(TABLES[title], found)) if title in TABLES else "" for found in groups]
-        parts = tuple(Part(tuple(draw(*pair)), html, missing) for pair, html in zip(pairs, tables, strict=True))
-        sections.append(Section(title, parts, note))
-    if is_compared:
-        figures = tuple(figure for other in evaluations[1:] for figure in _versus(evaluations[0], other))
-        sections.append(Section("Compared", (Part(figures),), PAIRED_NOTE))
-    sections += [
-        Section("Checks", tuple(Part(html="".join(map(_checks, found))) for found in groups), CHECKS_NOTE),
-        Section("Who wrote what", tuple(map(_excerpt, evaluations, decoders)), of.EXCERPT_NOTE),
-        Section("Where this comes from", tuple(Part(html=facts(_provenance(e))) for e in evaluations)),
-    ]
-    targets = ", ".join(dict.fromkeys(Path(str(e.report.target["name"])).name for e in evaluations))
-    titles = [f"<h3>{escape(run)}</h3>" if len(runs) > 1 else "" for run in runs]
-    headlines = (title + _headline(e) for title, e in zip(titles, evaluations, strict=True))
-    header = "".join(f'<div class="run">{headline}</div>' for headline in headlines)
-    page = document(f"DSpark on {targets}", f'<div class="runs">{header}</div>', sections, runs)
-    return page, pictures(sections, runs)
-
-
-def _groups(evaluation: Evaluation, palette: Mapping[str, int], longest: float) -> list[of.Group]:
-    """A group a task."""
-    report = evaluation.report
-    tasks = list(dict.fromkeys(m.task for m in report.measurements))
-    everyone = evaluation.everyone().items()
-    return [
-        of.Group(
-            tuple(Contender(name, tuple(m for m in ms if m.task == task), ()) for name, ms in everyone),
-            palette,
-            longest,
-            report.label(task) if len(tasks) > 1 else "",
-        )
-        for task in tasks
-    ]
-
-
-def _headline(evaluation: Evaluation) -> str:
-    """The result in a sentence, and large: of several tasks the mean over them."""
-    report = evaluation.report
-    counted = _counted(report)
-    num_looping = sum(map(of.num_looping, counted.measurements))
-    num_texts = sum(m.num_prompts for m in counted.measurements)
-    means = counted.mean_acceptance_lengths()
-    tasks = dict.fromkeys(m.task for m in counted.measurements)
-    bounds = {f"{m.temperature:g}": m.acceptance.interval for m in counted.measurements if m.acceptance}
-    is_interval = len(tasks) == 1 and not num_looping
-    cards = []
-    for temperature, mean in means.items():
-        within = f"<small>95 %: {interval(bounds[temperature])}</small>" if is_interval else ""
-        cards.append(f"<li><b>{mean:.2f}</b><small>tokens a round, T = {temperature}</small>{within}</li>")
-    lengths = " and ".join(f"{mean:.2f} tokens at T = {temperature}" for temperature, mean in means.items())
-    prompts = _many(counted.measurements[0].num_prompts, "prompt")
-    where = f"{prompts} of {report.label(next(iter(tasks)))}" if len(tasks) == 1 else f"mean over {len(tasks)} tasks"
-    loops = f"without the {num_looping} of {_many(num_texts, 'text')} that end in a loop"
-    loops = loops if num_looping else f"none of {_many(num_texts, 'text')} ends in a loop"
-    said = (
-        f"With {report.draft['name']}, a pass of {report.target['name']} yields {lengths or 'nothing that counts'}, "
-        f"instead of 1 ({where}, {loops})."
-    )
-    return f'<p>{text(said)}</p><ul class="cards">{"".join(cards)}</ul>'
-
-
-def _counted(report: EvalReport) -> EvalReport:
-    """The real tasks alone, their first turns; where all are synthetic, all of them."""
-    prompts = report.settings.get("prompts")
-    first = [m for m in report.measurements if prompts is None or m.task in prompts]
-    real = tuple(m for m in first if report.label(m.task) == m.task)
-    return replace(report, measurements=real) if real else replace(report, settings={})
-
-
-def _result(evaluation: Evaluation, groups: Sequence[of.Group]) -> str:
-    tables = "".join(map(of.result_table, groups))
-    counted = _counted(evaluation.report)
-    if len({m.task for m in counted.measurements}) == 1:
-        return tables
-    everyone = {name: replace(evaluation.report, measurements=ms) for name, ms in evaluation.everyone().items()}
-    means = {name: _counted(report).mean_acceptance_lengths() for name, report in everyone.items()}
-    rows = [(name, None, [number(lengths.get(t)) for t in means[DRAFT]]) for name, lengths in means.items() if lengths]
-    caption = "Mean over tasks, synthetic ones and texts that loop left out"
-    return tables + table(caption, [f"T = {t}" for t in means[DRAFT]], {"": rows})
-
-
-def _each(draw: of.Draw) -> Callable[[Evaluation, Sequence[of.Group]], list[Figure]]:
-    return lambda _, groups: [figure for group in groups for figure in group.figures(draw)]
-
-
-def _along(evaluation: Evaluation, groups: Sequence[of.Group]) -> list[Figure]:
-    """Acceptance by the place in the answer, then by its length, or the prompt's where tasks say it."""
-    figures = _each(partial(_by_place, evaluation))(evaluation, groups)
-    is_long = any(m.task.startswith("long:") for m in evaluation.report.measurements)
-    of_length = _by_prompt if is_long else _each(partial(_by_answer, evaluation))
-    return figures + of_length(evaluation, groups)
-
-
-def _by_place(evaluation: Evaluation, rows: Sequence[of.Row], _: float) -> list[tuple[str, Chart]]:
-    texts = [(row, evaluation.texts_of(row.name, row.m)) for row in rows if row.m.acceptance]
-    width = step_width([text for _, found in texts for text in found])
-    buckets = [(row, by_start(found, width)) for row, found in texts]
-    end = float(max((b.high for _, found in buckets for b in found), default=width))
-    curves, guide = [_curve(*pair) for pair in buckets], ((0.0, 1.0), (end, 1.0))
-    return [("By place", line_chart(curves, "new token", "tokens a round", guide))]
-
-
-def _curve(row: of.Row, buckets: Sequence[Bucket]) -> Series:
-    points = tuple(((b.low + b.high) / 2, b.mean_acceptance_length) for b in buckets)
-    notes = (
-        f"{_many(b.count, 'round')} from token {b.low} to {b.high - 1}: {b.mean_acceptance_length:.2f}" for b in buckets
-    )
-    return Series(row.name, points, row.colour, tuple(notes))
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def _by_answer(evaluation: Evaluation, rows: Sequence[of.Row], longest: float) -> list[tuple[str, Chart]]:
-    own, found = rows[0], by_length(evaluation.texts_of(rows[0].name, rows[0].m))
-    intervals = [of.whiskers(f"{b.low} to {b.high - 1} tokens, {_many(b.count, 'text')}", b, own.colour) for b in found]
-    return [("By length of the answer", interval_chart(intervals, of.LENGTH, longest))]
-
-
-def _by_prompt(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
-    found: dict[float, list[Interval]] = {}
-    for m in evaluation.report.measurements:
-        if m.task.startswith("long:") and (a := m.acceptance):
-            found.setdefault(m.temperature, []).append(of.whiskers(m.task, a, 0))
-    return [Figure(f"By length of the prompt, T = {t:g}", interval_chart(rows, of.LENGTH)) for t, rows in found.items()]
-
-
-def _learned(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
-    """The draft's loss, and its estimated acceptance length beside the decoded one."""
-    loss, estimated = (
-        tuple((row["step"], row[key]) for row in evaluation.training if row.keys() >= {"step", key})
-        for key in ("loss", "acceptance_length")
-    )
-    curves, level = [Series("estimated", estimated, 0)], _counted(evaluation.report).mean_acceptance_lengths().get("1")
-    if estimated and level:
-        curves.append(Series("decoded", ((estimated[0][0], level), (estimated[-1][0], level)), 4))
-    charts = (("Loss", [Series("loss", loss, 0)], "loss"), ("Acceptance length", curves, "tokens a round"))
-    figures = [Figure(title, line_chart(series, "step", label)) for title, series, label in charts]
-    return figures if evaluation.training else []
-
-
-def _paired(evaluation: Evaluation, _: Sequence[of.Group]) -> list[Figure]:
-    """What the evaluation itself compared."""
-    pairings = evaluation.report.pairings
-    return [Figure(f"minus {pairings[0].folder}", _forest(pairings))] if pairings else []
-
-
-def _versus(first: Evaluation, second: Evaluation) -> list[Figure]:
-    """The drafts of two evaluations on the same prompts: every task at every temperature, then every prompt."""
-    shared, _ = find_shared(second, first.report.target, first.report.settings)
-    pairings = pair_up(first.texts, second, shared)
-    figures = [Figure(f"{first.folder} minus {second.folder}", _forest(pairings))]
-    for keys, pairing in zip(shared, pairings, strict=True):
-        pairs = [(_mean(first.texts[key].rounds), _mean(second.texts[key].rounds)) for key in keys]
-        points = tuple(enumerate(sorted(a - b for a, b in pairs if a and b)))
-        notes = tuple(f"{difference:+.2f}" for _, difference in points)
-        dots = Series("a prompt", tuple((float(x), y) for x, y in points), 0, notes, is_joined=False)
-        guide = ((0.0, 0.0), (float(max(1, len(points) - 1)), 0.0))
-        chart = line_chart([dots], "prompts, sorted", "difference, tokens a round", guide)
-        figures.append(Figure(f"Each prompt, {pairing.task}, T = {pairing.temperature:g}", chart))
-    return figures
-
-
-def _forest(pairings: Sequence[Pairing]) -> Chart:
-    rows = []
-    for p in pairings:
-        name, (low, high) = f"{shorten(p.task, 12)}, T = {p.temperature:g}", p.comparison.interval
-        rows.append(Interval(f"{name}, p = {p.comparison.p_value:.3f}", low, p.comparison.difference, high, 0))
-    return interval_chart(rows, "difference (tokens a round)", is_difference=True)
-
-
-def _checks(group: of.Group) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in difference_lines(group.contenders))
-    return of.checks_table(group) + (f'<ul class="note">{lines}</ul>' if lines else "")
-
-
-def _excerpt(evaluation: Evaluation, decode: Callable[[Sequence[int]], str] | str) -> Part:
-    """The draft's typical answer, its first ``LONGEST_TOKENS``, or why it is not shown."""
+def _answer(evaluation: Evaluation, decode: Callable[[Sequence[int]], str] | str) -> tuple[str, Sequence[Piece]]:
+    """Which answer is typical and its first ``LONGEST_TOKENS``, or why it is not shown."""
     key = typical_text(evaluation)
     if key is None or isinstance(decode, str):
-        return Part(missing=NOTHING if key is None else str(decode))
+        return "nothing was drafted" if key is None else str(decode), ()
     whole = evaluation.texts[key]
     where = f"{key.task}, prompt {key.prompt_index}, T = {key.temperature:g}"
     where += f", the first {LONGEST_TOKENS} tokens" if whole.num_tokens > LONGEST_TOKENS else ""
-    shown = replace(whole, ids_T=whole.ids_T[:LONGEST_TOKENS])
-    return Part(html=f"<h3>{text(where)}</h3>{of.excerpt(pieces(shown, decode))}")
-
-
-def _provenance(evaluation: Evaluation) -> dict[str, object]:
-    report = evaluation.report
-    parts = {"folder": str(evaluation.folder), "target": report.target, "draft": report.draft}
-    return parts | {"settings": report.settings} | dict(report.provenance)
+    return where, pieces(replace(whole, ids_T=whole.ids_T[:LONGEST_TOKENS]), decode)
 
 
 def _mean(rounds: Sequence[Round]) -> float:
@@ -271,17 +210,15 @@ def _mean(rounds: Sequence[Round]) -> float:
     return sum(counts.acceptance_length for counts in rounds) / len(rounds) if rounds else 0.0
 
 
-DRAWN: Sequence[tuple[str, Callable[[Evaluation, Sequence[of.Group]], list[Figure]], str, str]] = (
-    ("Tokens a round", _each(of.lengths), NOTHING, of.LENGTH_NOTE),
-    ("Where a round ends", _each(of.positions), NOTHING, of.POSITION_NOTE),
-    ("Accepted drafts a round", _each(of.histograms), NOTHING, of.HISTOGRAM_NOTE),
-    ("How far confidence can be believed", _each(of.reliability), "no draft says how sure it is", of.CONFIDENCE_NOTE),
-    ("Along the answer", _along, NOTHING, ALONG_NOTE),
-    ("What a round costs", _each(of.costs), NOTHING, of.COST_NOTE),
-    ("Teacher-forced and decoded", _each(of.forced), "no teacher-forced estimate was made", of.FORCED_NOTE),
-    ("How the draft learned", _learned, "no metrics.jsonl lies beside the draft", LEARNED_NOTE),
-    ("Paired differences", _paired, "the evaluation was not run --against another", PAIRED_NOTE),
-)
-"""Title, what draws a run's part, why it may be missing, and the note."""
-TABLES = {"What a round costs": of.speed_table, "Teacher-forced and decoded": of.gap_table}
-"""What of a group stands below the figures of a section."""
+DRAWN: Mapping[str, Callable[[Evaluation, Sequence[Panel]], list[Titled]]] = {
+    "Tokens a round": _each(of.lengths),
+    "Where a round ends": _each(of.positions),
+    "Accepted drafts a round": _each(of.histograms),
+    "How far confidence can be believed": _each(of.reliability),
+    "Along the answer": _along,
+    "What a round costs": _each(of.costs),
+    "Teacher-forced and decoded": _each(of.forced),
+    "How the draft learned": _learned,
+    "Paired differences": _paired,
+}
+"""Draws a run's plots of a section."""
