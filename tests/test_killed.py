@@ -1,7 +1,8 @@
-"""Whatever moment prepare and record are killed at, what they leave when they run again is what they leave undisturbed."""
+"""Whenever prepare and record are killed, what they leave after another run is what they leave undisturbed."""
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -16,14 +17,14 @@ from dspark.cli.prepare import prepare
 from dspark.cli.record import record
 
 KILLS = 50
-ROWS = [{"prompt": f"Add {number} and {number % 7}, then say why it is {number % 3}."} for number in range(48)]
+ROWS = [{"prompt": f"Add {number} and {number % 7}, then say why it is {number % 3}."} for number in range(20)]
 
 
 def write_run(place: Path) -> Path:
     config = write_prompts_run(place, *ROWS)
     fields = yaml.safe_load(config.read_text())
-    fields["data"] |= {"max_response_tokens": 40, "generation_batch_size": 6, "temperatures": [1.0, 0.0]}
-    fields["record"] |= {"folder": str(place / "record"), "shard_tokens": 300, "max_tokens": 160}
+    fields["data"] |= {"max_response_tokens": 24, "generation_batch_size": 4, "temperatures": [1.0, 0.0]}
+    fields["record"] |= {"shard_tokens": 200, "max_tokens": 160}
     config.write_text(yaml.safe_dump(fields))
     return config
 
@@ -53,22 +54,24 @@ def run_for(work: Callable[[], None], seconds: float) -> bool:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 def test_fifty_random_kills_leave_what_an_undisturbed_run_leaves(tmp_path: Path) -> None:
-    """Each process is a fork of this one, so that a kill falls into the work and not into the loading of packages."""
-    for name in ("undisturbed", "killed"):
-        (tmp_path / name).mkdir()
-    stages: list[Callable[[Path], None]] = [prepare, record]
-    config = write_run(tmp_path / "undisturbed")
-    took = []
-    for stage in stages:
+    """Each process is a fork of this one, so that a kill falls into the work and not into the loading of packages. A
+    stage that comes to its end among the kills begins anew.
+    """
+    config, draw = write_run(tmp_path), random.Random(0)
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    for stage in (prepare, record):
         began = time.monotonic()
-        assert run_for(lambda stage=stage: stage(config), 600)
-        took.append(time.monotonic() - began)
-    config, draw = write_run(tmp_path / "killed"), random.Random(0)
-    kills = 0
-    for stage, seconds, share in zip(stages, took, (KILLS // 2, KILLS), strict=True):
-        while kills < share:
-            if run_for(lambda stage=stage: stage(config), draw.uniform(0, seconds)):
-                ...
-            kills += 1
-        assert run_for(lambda stage=stage: stage(config), 600)
-    assert contents(tmp_path / "killed" / "record") == contents(tmp_path / "undisturbed" / "record")
+        assert run_for(lambda: stage(config, [f"record.folder={undisturbed}"]), 600)  # noqa: B023
+        seconds, num_kills = (time.monotonic() - began) / 2, 0
+        before = contents(killed) if killed.exists() else {}
+        while num_kills < KILLS // 2:
+            if not run_for(lambda: stage(config, [f"record.folder={killed}"]), draw.uniform(0, seconds)):  # noqa: B023
+                num_kills += 1
+                continue
+            assert contents(killed) == contents(undisturbed)
+            shutil.rmtree(killed)
+            killed.mkdir()
+            for name, content in before.items():
+                (killed / name).write_bytes(content)
+        assert run_for(lambda: stage(config, [f"record.folder={killed}"]), 600)  # noqa: B023
+        assert contents(killed) == contents(undisturbed)

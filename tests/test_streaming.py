@@ -43,11 +43,18 @@ def write_runs(place: Path) -> tuple[Path, Path]:
 def start(*command: str) -> "subprocess.Popen[str]":
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
-def test_two_recorders_and_a_trainer_give_the_loss_log_of_a_whole_record_also_when_each_is_killed(tmp_path: Path) -> None:
+def test_two_recorders_and_a_trainer_give_the_loss_log_of_a_whole_record_also_when_each_is_killed(
+    tmp_path: Path,
+) -> None:
     config, ring = write_runs(tmp_path)
     shards = read_manifest(tmp_path / "record").shards
     assert len(shards) > 2 * RING
@@ -57,6 +64,7 @@ def test_two_recorders_and_a_trainer_give_the_loss_log_of_a_whole_record_also_wh
     most, metrics = 0, tmp_path / "ring_run" / "metrics.jsonl"
     has_killed = False
     while trainer.poll() is None:
+        assert recorders[1].poll() in (None, 0), recorders[1].communicate()[0]
         most = max(most, len(list((tmp_path / "ring").glob("shard-*"))))
         num_rows = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
         if num_rows > 10 and not has_killed:
