@@ -76,7 +76,7 @@ def test_a_wrong_row_is_named_with_file_and_line(tmp_path: Path, line: str, word
 def test_half_a_surrogate_pair_is_called_what_it_is(tmp_path: Path, half: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "\\ud83d\\ude00"}\n{"prompt": "' + half + '"}\n')
-    with pytest.raises(PromptError, match=r"rows.jsonl:2: holds half a surrogate pair \('.ud(83d|e00)'\), .*mend it$"):
+    with pytest.raises(PromptError, match=r"rows.jsonl:2: holds half a surrogate pair, '.ud(83d|e00)', .*mend it$"):
         read_conversations([str(path)], "train")
 
 

@@ -186,7 +186,7 @@ def test_each_endpoint_has_as_many_requests_at_once_as_asked_and_never_more(chat
     assert served.most_at_once <= 4
 
 
-def test_a_million_first_tries_do_not_wait_in_a_queue(chat: ChatFormat, tmp_path: Path) -> None:
+def test_first_tries_do_not_wait_in_a_queue(chat: ChatFormat, tmp_path: Path) -> None:
     """Rows are taken one by one as they are asked, those that failed at once first again."""
     with serving(Served()) as served:
         run = Run(chat, tmp_path, served.url, concurrency=2)
