@@ -49,9 +49,8 @@ class Prompt(Section, strict=True):
     @property
     def conversation(self) -> Conversation:
         """What ``of`` was given, but for later turns."""
-        return Conversation(
-            self.source, self.index, tuple(self.messages or ()), self.text, tools=tuple(self.tools or ())
-        )
+        messages, tools = tuple(self.messages or ()), tuple(self.tools or ())
+        return Conversation(self.source, self.index, messages, self.text, tools=tools)
 
     @property
     def ids(self) -> list[int]:
