@@ -47,6 +47,9 @@ dspark prepare --config RUN.yaml --set "data.endpoints=[http://host:8000/v1]" --
 """,
     record: """
 dspark record --config configs/nano.yaml
+dspark record --config configs/ling-3.0-flash.yaml --tp 4 --set record.taps=float8
+dspark record --config configs/ling-3.0-flash.yaml --measure-fp8 DRAFT
+dspark record --config configs/nano.yaml --repair
 """,
     evaluate: """
 dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks heldout

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Self, TypeVar, overload
+from typing import Annotated, Any, BinaryIO, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,15 +143,7 @@ class Lines(Sequence[ItemT]):
     def __len__(self) -> int:
         return len(self.places_S2)
 
-    @overload
-    def __getitem__(self, index: int) -> ItemT: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ItemT]: ...
-
-    def __getitem__(self, index: int | slice) -> ItemT | list[ItemT]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:
         begin, end = self.places_S2[index].tolist()
         return self._item(index, os.pread(self._file.fileno(), end - begin, begin))
 
