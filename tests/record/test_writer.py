@@ -121,7 +121,7 @@ def test_another_path_to_the_target_or_newer_packages_may_go_on(record: Path) ->
 
 
 def test_other_texts_are_told_by_their_shards(record: Path) -> None:
-    with pytest.raises(RecordError, match="4 shards there and 2 now, or of other sizes"):
+    with pytest.raises(RecordError, match="its shards have other sizes"):
         start_record(record, describe(make_sequences((9, 4, 9))))
 
 
