@@ -42,7 +42,7 @@ record_everything(Path(sys.argv[1]))
 
 @pytest.mark.parametrize(
     ("place", "call", "num_complete"),
-    [("_write", 29, 2), ("finish", 1, 0), ("put_in_place", 4, 3)],
+    [("_write", 29, 2), ("finish", 1, 0), ("put_in_place", 5, 3)],
     ids=lambda value: str(value),
 )
 def test_a_run_killed_while_writing_goes_on_to_the_same_bytes(
