@@ -72,7 +72,7 @@ def record(folder: Path, target: Target[Any], sequences: list[Encoded], /, **cha
         sequences,
         manifest,
         turns,
-        lambda n: ShardWriter(folder, manifest, n, leases),
+        lambda n, sizes: ShardWriter(folder, manifest, n, leases, sizes),
         lambda n, _: heard.append(n),
     )
     assert done + sum(heard) == len(sequences)

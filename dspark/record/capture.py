@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ from dspark.verifier.plan import LOGIT_ROWS
 
 TOKENS_PER_CALL = 8192
 """Tokens that the target reads at once, several sequences packed. Part of the format: it may move roundings."""
-PACKS_WAITING = 2
-"""Calls whose states wait to be written: memory for so many, and the target waits for the disk only behind them."""
+PACKS_WAITING, SHARDS_WAITING = 2, 1
+"""Calls whose states wait to be written, and shards that wait to be flushed; the target waits only behind them."""
+WRITERS = 4
+"""Threads: one copies two GB a second, and a target may say more."""
+OpenShard = Callable[[int, Sequence[tuple[int, int]]], ShardWriter]
+"""A shard's number, tokens and predicted ones of its sequences -> what writes it."""
 
 
 class Drawn(Sequence[Encoded]):
@@ -52,6 +57,12 @@ class Pack:
     is_finite: Tensor
     arrived: torch.cuda.Event | None
 
+    @cached_property
+    def parts(self) -> dict[str, tuple[Tensor, ...]]:
+        """Each field, sequence by sequence."""
+        sizes = [len(each.ids_T) for each in self.sequences], [each.num_supervised for each in self.sequences]
+        return {name: torch.split(values, sizes["_M" in name]) for name, values in self.states.items()}
+
 
 def take_turns(
     missing: Callable[[], list[int] | None], leases: Leases, poll_seconds: float = 0.5
@@ -76,45 +87,57 @@ def capture(
     sequences: Sequence[Encoded],
     manifest: Manifest,
     shards: Iterable[int | None],
-    open_shard: Callable[[int], ShardWriter] | None,
+    open_shard: OpenShard | None,
     on_sequences: Callable[[int, int], None],
 ) -> None:
     """Record ``shards`` (None: nothing to do for the moment) of ``sequences``, which are in the record's order.
 
     What goes into a shard depends on nothing outside it: a run that was stopped and started again, or another machine,
-    writes the same bytes. A thread writes, at most ``PACKS_WAITING`` calls behind the target. ``open_shard`` is None on
-    ranks that only help to compute. ``on_sequences`` is told how many sequences and tokens were read.
+    writes the same bytes. Threads write, at most ``PACKS_WAITING`` calls behind the target, and another one waits for
+    the disk when a shard is whole. ``open_shard`` is None on ranks that only help to compute. ``on_sequences`` is told
+    how many sequences and tokens were read.
     Raises: RecordError naming the first sequence of a pack with states not finite, or when the disk refuses.
     """
-    pending, unfinished, pool = deque[Future[None]](), list[ShardWriter](), ThreadPoolExecutor(1)
+    pending, finishing, unfinished = deque[list[Future[None]]](), deque[Future[None]](), list[ShardWriter]()
+    pool, finisher = ThreadPoolExecutor(WRITERS), ThreadPoolExecutor(1)
 
-    def keep_up(most: int) -> None:
-        while len(pending) > most:
-            pending.popleft().result()
+    def keep_up(most_packs: int, most_shards: int) -> None:
+        while len(pending) > most_packs:
+            for write in pending.popleft():
+                write.result()
+        while len(finishing) > most_shards:
+            finishing.popleft().result()
 
-    def finish(writer: ShardWriter) -> None:
+    def finish(writer: ShardWriter, writes: list[Future[None]]) -> None:
+        for write in writes:
+            write.result()
         writer.finish()
         unfinished.remove(writer)
 
     try:
         for index in shards:
             if index is None:
-                keep_up(0)
+                keep_up(0, 0)
                 continue
-            if open_shard:
-                unfinished.append(writer := open_shard(index))
             members = [sequences[place] for place in range(*manifest.starts[index : index + 2])]
-            for group in group_by_tokens([len(each.ids_T) for each in members], TOKENS_PER_CALL):
+            lengths, writes = [len(each.ids_T) for each in members], list[Future[None]]()
+            if open_shard:
+                sizes = list(zip(lengths, (each.num_supervised for each in members), strict=True))
+                unfinished.append(writer := open_shard(index, sizes))
+            for group in group_by_tokens(lengths, TOKENS_PER_CALL):
                 pack = read_pack(target, members[group.start : group.stop], manifest.taps == "float8")
                 if open_shard:
-                    pending.append(pool.submit(_write, writer, pack))
-                    keep_up(PACKS_WAITING)
+                    pending.append([pool.submit(_write, writer, row, pack, group.start) for row in group])
+                    writes += pending[-1]
+                    writer.leases.touch(index)
+                    keep_up(PACKS_WAITING, SHARDS_WAITING)
                 on_sequences(len(group), len(pack.states["ids_T"]))
             if open_shard:
-                pending.append(pool.submit(finish, writer))
-        keep_up(0)
+                finishing.append(finisher.submit(finish, writer, writes))
+        keep_up(0, 0)
     finally:
-        pool.shutdown(cancel_futures=True)
+        for each in (pool, finisher):
+            each.shutdown(cancel_futures=True)
         for writer in unfinished:
             writer.discard()
 
@@ -128,37 +151,59 @@ def read_pack(target: Target[Any], sequences: Sequence[Encoded], is_float8: bool
     # Position 0 of a sequence is never predicted, so the shifted mask does not reach across a border.
     rows_M = loss_mask_N.roll(-1).nonzero()[:, 0]
     hidden_MD = last_hidden_ND[onto(last_hidden_ND.device, rows_M)]
-    states = {"taps_TLD": taps_NLD, "last_hidden_MD": hidden_MD}
-    states |= judge(target, hidden_MD, onto(last_hidden_ND.device, ids_N[rows_M + 1]))
     is_finite = taps_NLD.isfinite().all() & last_hidden_ND.isfinite().all()
+    states = {"taps_TLD": taps_NLD, "last_hidden_MD": hidden_MD, "is_finite": is_finite}
     if is_float8:
         states["taps_TLD"], states["tap_scales_TL"] = to_float8(taps_NLD)
-    here = {name: _to_host(values) for name, values in (states | {"is_finite": is_finite}).items()}
-    arrived = torch.cuda.current_stream().record_event() if taps_NLD.is_cuda else None
+    states |= judge(target, hidden_MD, onto(last_hidden_ND.device, ids_N[rows_M + 1]))
+    here, arrived = _to_host(states) if taps_NLD.is_cuda else (states, None)
     here |= {"ids_T": ids_N.int(), "loss_mask_T": loss_mask_N}
     return Pack(sequences, here, here.pop("is_finite"), arrived)
 
 
 def judge(target: Target[Any], hidden_MD: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
     """label_logprobs_M, what the target's head gives the labels, and entropies_M; float32, where the states lie."""
-    found = []
+    score = _fused_scores() if hidden_MD.is_cuda else _scores
     parts = (torch.split(rows, LOGIT_ROWS) for rows in (hidden_MD, labels_M))
-    for hidden_ND, labels_N in zip(*parts, strict=True):
-        logprobs_NV = torch.log_softmax(target.logits(hidden_ND), -1)
-        entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-        found.append(torch.stack((logprobs_NV.gather(1, labels_N[:, None])[:, 0], entropies_N)).float())
-    label_logprobs_M, entropies_M = torch.cat(found, 1)
+    found = [score(target.logits(hidden_ND), labels_N) for hidden_ND, labels_N in zip(*parts, strict=True)]
+    label_logprobs_M, entropies_M = torch.cat(found, 1).float()
     return {"label_logprobs_M": label_logprobs_M, "entropies_M": entropies_M}
 
 
-def _to_host(values: Tensor) -> Tensor:
-    """On its way into pinned memory, which torch keeps and lends again."""
-    if not values.is_cuda:
-        return values
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+def _scores(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Log-probabilities of the labels and entropies [2, N]."""
+    logprobs_NV = logits_NV - logits_NV.logsumexp(-1, keepdim=True)
+    entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    return torch.stack((logprobs_NV.gather(1, labels_N[:, None])[:, 0], entropies_N))
 
 
-def _write(writer: ShardWriter, pack: Pack) -> None:
+@cache
+def _fused_scores() -> Callable[[Tensor, Tensor], Tensor]:
+    """The same, which reads the logits twice and writes none."""
+    compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(_scores, dynamic=True)
+    return compiled
+
+
+def _to_host(states: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event]:
+    """On their way beside the target's next work, into pinned memory, which torch keeps and lends again."""
+    device = states["taps_TLD"].device
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    here = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for name, x in states.items()}
+    with torch.cuda.stream(side):
+        for name, values in states.items():
+            here[name].copy_(values, non_blocking=True)
+            values.record_stream(side)
+    return here, side.record_event()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _write(writer: ShardWriter, row: int, pack: Pack, first_row: int) -> None:
+    """One sequence of a pack whose first one is ``first_row`` of the shard."""
     if pack.arrived:
         pack.arrived.synchronize()
     if not pack.is_finite:
@@ -166,7 +211,5 @@ def _write(writer: ShardWriter, pack: Pack) -> None:
             f"{pack.sequences[0].place}: the target's states are not finite in this sequence or in the "
             f"{len(pack.sequences) - 1} read with it; check its weights, or set target.dtype to float32"
         )
-    sizes = [len(each.ids_T) for each in pack.sequences], [each.num_supervised for each in pack.sequences]
-    parts = {name: torch.split(values, sizes["_M" in name]) for name, values in pack.states.items()}
-    for place in range(len(pack.sequences)):
-        writer.add({name: values[place] for name, values in parts.items()})
+    place = row - first_row
+    writer.add(row, {name: parts[place] for name, parts in pack.parts.items()})

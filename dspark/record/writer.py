@@ -2,10 +2,10 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from shutil import disk_usage
-from typing import Any
 
 import numpy as np
 from torch import Tensor, uint8
@@ -27,65 +27,67 @@ from dspark.record.reader import is_there
 
 
 class ShardWriter:
-    """One shard on its way: sequences are added in order, and ``finish`` gives the file its name.
+    """One shard on its way. ``sizes``: tokens and predicted ones of its sequences, which threads may add in any order;
+    ``finish`` gives the file its name.
 
     Every process writes into a file of its own beside it, so two that record the same shard do not meet: the later one
     replaces it by the same bytes. Raises: RecordError when the disk refuses; nothing of the shard is left then.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, index: int, leases: Leases) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, index: int, leases: Leases, sizes: Sequence[tuple[int, int]]
+    ) -> None:
         self.path, self.manifest, self.index, self.leases = folder / shard_name(index), manifest, index, leases
+        self.sizes, self._checksums_S = sizes, np.zeros(len(sizes), np.uint64)
+        assert (len(sizes), *map(sum, zip(*sizes, strict=True))) == manifest.shards[index]
+        lengths = (manifest.sequence_bytes(*size) for size in sizes)
+        self._begins = list(accumulate(lengths, initial=HEADER_BYTES + INDEX_BYTES * len(sizes)))
         self._beside = self.path.with_name(f".{self.path.name}.{writer_name()}.partial")
-        self._checksums: list[int] = []
-        self._sizes: list[tuple[int, int]] = []
         try:
-            self._file = self._beside.open("wb", buffering=0)
-            self._file.seek(HEADER_BYTES + INDEX_BYTES * manifest.shards[index].num_sequences)
+            self._file = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             raise self._refused(error) from error
 
-    def add(self, fields: Mapping[str, Tensor]) -> None:
-        """The fields of the next sequence, on the host; shapes and dtypes as ``Manifest.fields``."""
-        size = len(fields["ids_T"]), len(fields["label_logprobs_M"])
-        checksum = xxh3_64()
-        try:
-            for name, span in self.manifest.fields(*size).items():
-                values = fields[name]
-                assert (values.dtype, tuple(values.shape)) == (span.dtype, span.shape), name
-                content = values.contiguous().reshape(-1).view(uint8).numpy().data
-                checksum.update(content)
-                self._write(content)
-        except OSError as error:
-            raise self._refused(error) from error
-        self.leases.touch(self.index)
-        self._checksums.append(checksum.intdigest())
-        self._sizes.append(size)
+    def add(self, row: int, fields: Mapping[str, Tensor]) -> None:
+        """The fields of a sequence of the shard, on the host; shapes and dtypes as ``Manifest.fields``."""
+        checksum, parts = xxh3_64(), []
+        for name, span in self.manifest.fields(*self.sizes[row]).items():
+            values = fields[name]
+            assert (values.dtype, tuple(values.shape)) == (span.dtype, span.shape), name
+            parts.append(values.contiguous().reshape(-1).view(uint8).numpy().data)
+            checksum.update(parts[-1])
+        self._write(parts, self._begins[row])
+        self._checksums_S[row] = checksum.intdigest()
 
     def finish(self) -> None:
-        """Write index and header, flush, and put the file in its place."""
-        num_tokens_S, num_supervised_S = np.array(self._sizes, np.int32).T
-        held = (len(self._sizes), int(num_tokens_S.sum()), int(num_supervised_S.sum()))
-        assert held == tuple(self.manifest.shards[self.index]), held
-        index = np.array(self._checksums, np.uint64).tobytes() + num_tokens_S.tobytes() + num_supervised_S.tobytes()
+        """Write header and index, flush, and put the file in its place."""
+        index = self._checksums_S.tobytes() + np.array(self.sizes, np.int32).T.tobytes()
+        header = shard_header(self.manifest, self.index, xxh3_64_hexdigest(index))
+        self._write([memoryview(header + index)], 0)
         try:
-            self._file.seek(0)
-            self._write(shard_header(self.manifest, self.index, xxh3_64_hexdigest(index)) + index)
-            self._file.close()
             put_in_place(self._beside, self.path)
         except OSError as error:
             raise self._refused(error) from error
+        os.close(self._file)
         self.leases.release(self.index)
 
     def discard(self) -> None:
         """Leave nothing of a shard that was not finished."""
-        self._file.close()
+        os.close(self._file)
         self._beside.unlink(missing_ok=True)
         self.leases.release(self.index)
 
-    def _write(self, content: Any) -> None:
-        view = memoryview(content)
-        while view:
-            view = view[self._file.write(view) :]
+    def _write(self, parts: list[memoryview], begin: int) -> None:
+        try:
+            while parts:
+                written = os.pwritev(self._file, parts, begin)  # two GB at a time, or what there is room for
+                begin += written
+                while parts and written >= len(parts[0]):
+                    written -= len(parts.pop(0))
+                if parts:
+                    parts[0] = parts[0][written:]
+        except OSError as error:
+            raise self._refused(error) from error
 
     def _refused(self, error: OSError) -> RecordError:
         self._beside.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ def record_missing(ring: Ring) -> None:
     turns = take_turns(missing, leases, 0.01)
     capture(
         make_target(), SEQUENCES, ring.manifest, turns,
-        lambda n: ShardWriter(ring.folder, ring.manifest, n, leases), lambda *_: None,
+        lambda n, sizes: ShardWriter(ring.folder, ring.manifest, n, leases, sizes), lambda *_: None,
     )  # fmt: skip
 
 

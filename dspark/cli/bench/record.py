@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -112,8 +112,8 @@ def write(target: Target[Any], sequences: list[Encoded], manifest: Manifest, fol
     """Record, to the last flush."""
     leases = Leases(folder)
 
-    def open_shard(index: int) -> ShardWriter:
-        return ShardWriter(folder, manifest, index, leases)
+    def open_shard(index: int, sizes: Sequence[tuple[int, int]]) -> ShardWriter:
+        return ShardWriter(folder, manifest, index, leases, sizes)
 
     capture(target, sequences, manifest, range(len(manifest.shards)), open_shard, lambda sequences, tokens: None)
 

@@ -82,8 +82,8 @@ def run_job(ranks: Ranks, job: Job) -> None:
         if ranks.world_size > 1:
             turns = lead(ranks, target, turns)
 
-        def open_shard(index: int) -> ShardWriter:
-            return ShardWriter(folder, job.manifest, index, leases)
+        def open_shard(index: int, sizes: Sequence[tuple[int, int]]) -> ShardWriter:
+            return ShardWriter(folder, job.manifest, index, leases, sizes)
 
         capture(target, sequences, job.manifest, turns, open_shard, on_sequences)
     if job.run.record.ring_shards:
