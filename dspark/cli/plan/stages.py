@@ -3,7 +3,7 @@
 import os
 import random
 from collections import Counter, namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from dspark import verifier
 from dspark.cli.mixing import prompt_sources
 from dspark.cli.prepare import encode
 from dspark.config import PositiveFloat, PositiveInt, RunConfig, Section
@@ -36,15 +35,15 @@ from dspark.target.config import LING_ARCHITECTURE, load_target_config
 from dspark.target.loading import load_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 from dspark.train.measure import RandomRecord, least_bytes, random_learner, whole_steps
-from dspark.types import Target
 from dspark.verifier.plan import make_plan, make_reading_plan
 from dspark.verifier.weights import DIVIDED
+from dspark.verifier.weights import Shard as Rank
 
-SAMPLED_ROWS, MOST_CALLS = 2000, 20
-EVALUATED_TOKENS = 64
-"""Of a text that a trial decodes with the draft, at most."""
+SAMPLED_ROWS, MOST_CALLS, EVALUATED_TOKENS = 2000, 20, 64
+"""Of the sources; of a stage in a trial; of a text that a trial decodes with the draft; at most."""
 CHECKPOINTS = 3
 """Of training on the disk at most: two are kept while a third is written."""
+Trial = tuple[dict[str, float], str]
 Stage = namedtuple("Stage", "name num_tokens disk_bytes num_gpus memory_bytes")
 """Tokens; bytes on the disk at most; GPUs, or CPU processes, that share it; bytes that each of them surely needs."""
 
@@ -82,15 +81,13 @@ def sample_prompts(run: RunConfig, folder: Path) -> tuple[list[Prompt], Counter[
     return list(chain.from_iterable(found)), counts
 
 
-def expect_record(
-    run: RunConfig, prompts: Sequence[Prompt], counts: Counter[str], response_tokens: float
-) -> tuple[Manifest, int]:
-    """What follows from a sample (see ``sample_prompts``) and the mean length of an answer. Returns: a manifest of one
-    shard, with nothing but what the record's bytes follow from; the bytes that prepare takes on the disk, the prompts
-    and twice its file.
+def expect_record(run: RunConfig, prompts: list[Prompt], rows: Counter[str], length: float) -> tuple[Manifest, int]:
+    """What follows from a sample (see ``sample_prompts``) and the mean ``length`` of an answer. Returns: a manifest of
+    one shard, with nothing but what the record's bytes follow from; what prepare takes on the disk, the prompts and
+    twice its file.
     """
-    scale, asked = counts["all"] / counts["rows"], sum(len(prompt.ids) for prompt in prompts)
-    said = len(prompts) * response_tokens
+    scale, asked = rows["all"] / rows["rows"], sum(len(prompt.ids) for prompt in prompts)
+    said = len(prompts) * length
     shard = Shard(round(scale * len(prompts)), round(scale * (asked + said)), round(scale * said))
     known: dict[str, Any] = {"dtype": run.target.dtype, "taps": run.record.taps, "shards": (shard,)}
     known |= {"target_layer_ids": run.draft.target_layer_ids, "hidden_size": run.draft.hidden_size}
@@ -99,20 +96,19 @@ def expect_record(
 
 
 def plan_stages(
-    run: RunConfig, folder: Path, manifest: Manifest, to_answer: tuple[int, int], num_gpus: int, device: str
+    run: RunConfig, folder: Path, manifest: Manifest, answer_bytes: int, num_gpus: int, device: str
 ) -> list[Stage]:
-    """Prepare, record, train and eval, in this order; nothing is loaded. ``folder``: the target's; ``to_answer``:
-    tokens, and bytes that they take on the disk. Behind a ring, what training reads again is recorded again.
+    """Prepare, record, train and eval, in this order; nothing is loaded. ``folder``: the target's;
+    ``answer_bytes``: of prepare on the disk, 0 when all is answered. Behind a ring, what training reads again is recorded again.
     Raises: ConfigError and CheckpointError as the target's folder deserves.
     """
     train, tokens, dtype = run.train, manifest.num_tokens, getattr(torch, run.target.dtype)
-    num_ranks, num_parameters = 1, draft_parameter_count(run.draft)
+    num_ranks, num_parameters, answered = 1, draft_parameter_count(run.draft), answer_bytes == 0
     reading = decoding = target = Checkpoint(folder).num_parameters * dtype.itemsize
     if device != "cpu" and target_facts(folder).architecture == LING_ARCHITECTURE:
         config = load_target_config(folder)
-        sizes = [getattr(config, name) for name in DIVIDED]
-        num_ranks = max(n for n in range(1, num_gpus + 1) if not any(size % n for size in sizes))
-        shard, pack = verifier.Shard(0, num_ranks), max(TOKENS_PER_CALL, run.record.max_tokens)
+        num_ranks = max(n for n in range(1, num_gpus + 1) if not any(getattr(config, name) % n for name in DIVIDED))
+        shard, pack = Rank(0, num_ranks), max(TOKENS_PER_CALL, run.record.max_tokens)
         reading = make_reading_plan(config, shard, pack, dtype, device, len(run.draft.target_layer_ids)).total_bytes
         capacity = run.record.max_tokens + run.eval.max_new_tokens + SLACK_TOKENS
         decoding = make_plan(config, shard, capacity, dtype, device).total_bytes
@@ -122,18 +118,20 @@ def plan_stages(
     copies = (3 if train.optimizer == "adamw" else 2) + bool(train.ema_decay)
     saved = num_parameters * (CHECKPOINTS * 4 * copies + 2 * (1 + bool(train.probe_every_steps)))
     recorded, probing = tokens * (epochs if held < 1 else 1), target * bool(train.probe_every_steps)
-    drafting = num_parameters * dtype.itemsize // num_ranks
     return [
-        Stage("prepare", *to_answer, *((num_gpus, 0) if run.data.endpoints else (1, target))),
+        Stage(
+            "prepare",
+            manifest.num_supervised * (not answered),
+            answer_bytes,
+            *((num_gpus, 0) if run.data.endpoints else (1, target)),
+        ),
         Stage("record", round(recorded), round(manifest.num_bytes * held), num_ranks, reading),
         Stage("train", round(tokens * epochs), saved, num_gpus, least_bytes(run) + probing),
-        Stage("eval", texts * run.eval.turns * run.eval.max_new_tokens, 0, num_ranks, decoding + drafting),
+        Stage("eval", texts * run.eval.turns * run.eval.max_new_tokens, 0, num_ranks, decoding),
     ]
 
 
-def try_stages(
-    run: RunConfig, folder: Path, prompts: Sequence[Prompt], seconds: float, device: str
-) -> tuple[dict[str, float], str]:
+def try_stages(run: RunConfig, folder: Path, prompts: list[Prompt], seconds: float, device: str) -> Trial:
     """Answer a batch of the prompts, train a new draft on made-up states of as many tokens, decode with that draft, and
     read a pack of those answers, each for about a quarter of ``seconds``, beside what is done once.
 
@@ -142,14 +140,9 @@ def try_stages(
     asked, and their rate is left out.
     Returns: fields of ``Rates``, and how the length of answers is known. Raises: as the stages.
     """
-    part, stops, section, most = (
-        seconds / 4,
-        target_facts(folder).stop_token_ids,
-        run.train,
-        run.data.max_response_tokens,
-    )
-    layers, dtype = run.draft.target_layer_ids, getattr(torch, run.target.dtype)
-    target: Target[Any] = load_target(folder, target_layer_ids=layers, dtype=dtype, device=device)
+    stops, section, most = target_facts(folder).stop_token_ids, run.train, run.data.max_response_tokens
+    layers, dtype, part = run.draft.target_layer_ids, getattr(torch, run.target.dtype), seconds / 4
+    target = load_target(folder, target_layer_ids=layers, dtype=dtype, device=device)
     ids = [torch.tensor(prompt.prompt_ids) for prompt in prompts[: run.data.generation_batch_size]]
     uniforms, texts = [row_uniforms(run.seed, row) for row in range(len(ids))], [list[int]() for _ in ids]
     sampling, moments = Sampling(run.data.temperatures[0], most, stops), [monotonic()]
@@ -199,7 +192,7 @@ def tokens_per_second(work: Callable[[], int], seconds: float) -> float:
     return done / (monotonic() - start)
 
 
-def check_disk(stages: Sequence[Stage], folder: Path) -> None:
+def check_disk(stages: list[Stage], folder: Path) -> None:
     """Raises: RecordError when the disk of record.folder does not hold what prepare and record have yet to write."""
     there = sum(path.stat().st_size for path in folder.glob("*") if path.suffix != ".jsonl")
     needed = sum(each.disk_bytes for each in stages[:2]) - there
