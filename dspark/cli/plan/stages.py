@@ -99,11 +99,11 @@ def plan_stages(
     run: RunConfig, folder: Path, manifest: Manifest, answer_bytes: int, num_gpus: int, device: str
 ) -> list[Stage]:
     """Prepare, record, train and eval, in this order; nothing is loaded. ``folder``: the target's;
-    ``answer_bytes``: of prepare on the disk, 0 when all is answered. Behind a ring, what training reads again is recorded again.
+    ``answer_bytes``: of prepare on the disk, 0 when all is answered. Behind a ring, what is read again is recorded again.
     Raises: ConfigError and CheckpointError as the target's folder deserves.
     """
     train, tokens, dtype = run.train, manifest.num_tokens, getattr(torch, run.target.dtype)
-    num_ranks, num_parameters, answered = 1, draft_parameter_count(run.draft), answer_bytes == 0
+    num_ranks, num_parameters = 1, draft_parameter_count(run.draft)
     reading = decoding = target = Checkpoint(folder).num_parameters * dtype.itemsize
     if device != "cpu" and target_facts(folder).architecture == LING_ARCHITECTURE:
         config = load_target_config(folder)
@@ -115,16 +115,12 @@ def plan_stages(
     texts = sum(num_prompts(name, run.eval.max_prompts) for name in run.eval.tasks) * len(run.eval.temperatures)
     epochs = train.steps * train.batch_size * train.accumulation_steps * num_gpus / manifest.num_sequences
     held = min(1, run.record.ring_shards * run.record.shard_tokens / tokens) or 1
+    new_tokens = manifest.num_supervised if answer_bytes else 0
     copies = (3 if train.optimizer == "adamw" else 2) + bool(train.ema_decay)
     saved = num_parameters * (CHECKPOINTS * 4 * copies + 2 * (1 + bool(train.probe_every_steps)))
     recorded, probing = tokens * (epochs if held < 1 else 1), target * bool(train.probe_every_steps)
     return [
-        Stage(
-            "prepare",
-            manifest.num_supervised * (not answered),
-            answer_bytes,
-            *((num_gpus, 0) if run.data.endpoints else (1, target)),
-        ),
+        Stage("prepare", new_tokens, answer_bytes, *((num_gpus, 0) if run.data.endpoints else (1, target))),
         Stage("record", round(recorded), round(manifest.num_bytes * held), num_ranks, reading),
         Stage("train", round(tokens * epochs), saved, num_gpus, least_bytes(run) + probing),
         Stage("eval", texts * run.eval.turns * run.eval.max_new_tokens, 0, num_ranks, decoding),
