@@ -99,7 +99,7 @@ def plan_stages(
     run: RunConfig, folder: Path, manifest: Manifest, answer_bytes: int, num_gpus: int, device: str
 ) -> list[Stage]:
     """Prepare, record, train and eval, in this order; nothing is loaded. ``folder``: the target's;
-    ``answer_bytes``: of prepare on the disk, 0 when all is answered. Behind a ring, what is read again is recorded again.
+    ``answer_bytes``: of prepare on the disk, 0 when all is answered. Behind a ring, what is read again is recorded so.
     Raises: ConfigError and CheckpointError as the target's folder deserves.
     """
     train, tokens, dtype = run.train, manifest.num_tokens, getattr(torch, run.target.dtype)
