@@ -8,8 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pyarrow import parquet
-
 from dspark.errors import PromptError
 
 RowT = TypeVar("RowT")
@@ -103,17 +101,6 @@ def source_rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
     if not path.is_file():
         raise PromptError(f"{source}: no such file; give a .jsonl or .parquet file, or the name of a hub data set")
     return _json_rows(source) if path.suffix == ".jsonl" else enumerate(_parquet_rows(source), 1)
-
-
-def count_rows(source: str, split: str) -> int:
-    """How many rows ``source_rows`` gives of a source that can be read; those of a file are not parsed."""
-    if Path(source).suffix == ".parquet":
-        return int(parquet.read_metadata(source).num_rows)
-    if Path(source).suffix == ".jsonl":
-        with open(source, "rb") as file:
-            return sum(1 for line in file if line.strip())
-    rows: Any = _hub_rows(source, split)
-    return len(rows)
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:

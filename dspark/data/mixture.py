@@ -145,7 +145,7 @@ def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: O
         _take_in(prints, iter(kept_apart))
         ends = [prints.num_texts]
         for source, count in zip(mixture.sources, counts, strict=True):
-            _take_in(prints, (_asked(row) for row in usable(source, on_row, count)))
+            _take_in(prints, (_asked(row) for row in _usable(source, on_row, count)))
             ends.append(prints.num_texts)
         earlier_N, is_near_N = prints.find(mixture.near_similarity)
     fates = _draw(mixture, [earlier_N[begin:end] < 0 for begin, end in pairwise(ends)])
@@ -178,7 +178,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
         rmtree(folder)
 
 
-def usable(source: Source, on_row: OnRow, count: Counter[str]) -> Iterator[Conversation]:
+def _usable(source: Source, on_row: OnRow, count: Counter[str]) -> Iterator[Conversation]:
     """The rows that can be used and pass the filters; what becomes of the others is counted. Raises: PromptError for a
     source that cannot be read.
     """
@@ -253,7 +253,7 @@ def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on
 def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: OnRow) -> Iterator[tuple[float, int, str]]:
     """Place in the mixture from 0 to 1, fate and line of every row that is not left."""
     num_chosen, num_done = int((fate_N != LEFT).sum()), 0
-    rows = usable(source, on_row, Counter())
+    rows = _usable(source, on_row, Counter())
     for fate in fate_N.tolist():
         if (conversation := next(rows, None)) is None:
             break

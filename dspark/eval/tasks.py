@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dspark.config import NonNegativeInt, PositiveInt, Section, validated
 from dspark.data.chat import ChatFormat, encode_prompt
-from dspark.data.conversations import Conversation, count_rows, read_conversations, read_rows
+from dspark.data.conversations import Conversation, read_conversations, read_rows, stream_rows
 from dspark.errors import ConfigError, PromptError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def num_prompts(name: str, max_prompts: int | None = None, folder: Path = TASKS)
     if _synthetic(name) is not None:
         return max_prompts or NUM_SYNTHETIC
     definition = _definition(name, folder)
-    rows = definition.num_rows or count_rows(str(REPOSITORY / definition.source), "train")
+    rows = definition.num_rows or sum(1 for _ in stream_rows((str(REPOSITORY / definition.source),), "train"))
     return min(filter(None, (rows, max_prompts, definition.max_prompts)))
 
 
