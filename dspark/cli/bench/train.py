@@ -1,7 +1,6 @@
 """dspark bench train: how fast a micro-step and a whole step of a run's training are on this machine."""
 
 import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +10,10 @@ import typer
 from accelerate.utils import DistributedType
 from rich.console import Console
 
-from dspark.cli.bench import save_report
+from dspark.cli.bench import Json, new_report, save_report
 from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.errors import ConfigError, DsparkError
-from dspark.provenance import describe_launch
 from dspark.train.measure import (
     MicroStep,
     RandomRecord,
@@ -43,9 +41,7 @@ def train(
         int, typer.Option(min=1, max=10**4, help="Micro-steps of a whole step, in place of train.accumulation_steps.")
     ] = 4,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Time training on made-up data of the target's size, through the code that train.py runs.
 
@@ -63,14 +59,9 @@ def train(
             f"bench train: {run.name} takes {need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
         )
     console = Console(soft_wrap=True, highlight=False, quiet=not accelerator.is_main_process)
-    report = {
-        "run": run.model_dump(mode="json"),
-        "processes": accelerator.num_processes,
-        "distributed": accelerator.distributed_type.value.lower(),
-        "mixed_precision": accelerator.mixed_precision,
-        "provenance": describe_launch(sys.argv),
-        "rows": [],
-    }
+    report = new_report(run=run.model_dump(mode="json"), processes=accelerator.num_processes, rows=[])
+    report["distributed"] = accelerator.distributed_type.value.lower()
+    report["mixed_precision"] = accelerator.mixed_precision
     table = Table(console, report, json if accelerator.is_main_process else None)
     table.begin(run, device)
     if device.type == "cuda":
