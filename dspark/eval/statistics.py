@@ -153,10 +153,7 @@ def decoding_gap(texts: Sequence[TeacherForced], rounds_by_prompt: Sequence[Sequ
         pairs += [((decoded, len(there)), (sum(text.path_lengths), len(there)))] if there else []
     if not pairs:
         raise ValueError("no rounds to compare: every text ended within its first block")
-    pairs_P22 = torch.tensor(pairs, dtype=torch.float64)
-    decoded, forced = (pairs_P22[..., 0].sum(0) / pairs_P22[..., 1].sum(0)).tolist()
-    interval = studentised_interval(pairs_P22)
-    return DecodingGap(int(pairs_P22[:, 0, 1].sum()), decoded, forced, decoded - forced, interval)
+    return DecodingGap(sum(num_rounds for (_, num_rounds), _ in pairs), *difference_of_means(pairs))
 
 
 @dataclass(frozen=True)
@@ -188,16 +185,17 @@ def compare_pairs(first: Mapping[Any, Sequence[Round]], second: Mapping[Any, Seq
         raise ValueError("no prompt has rounds of both drafts")
     rounds = [[draft[prompt] for draft in (first, second)] for prompt in both]
     counts = [[(sum(r.acceptance_length for r in of_draft), len(of_draft)) for of_draft in pair] for pair in rounds]
-    counts_P22 = torch.tensor(counts, dtype=torch.float64)
-    lengths_2 = counts_P22[..., 0].sum(0) / counts_P22[..., 1].sum(0)
-    return PairedComparison(
-        num_prompts=len(both),
-        first=float(lengths_2[0]),
-        second=float(lengths_2[1]),
-        difference=float(lengths_2[0] - lengths_2[1]),
-        interval=studentised_interval(counts_P22),
-        p_value=swap_p_value(counts_P22),
-    )
+    p_value = swap_p_value(torch.tensor(counts, dtype=torch.float64))
+    return PairedComparison(len(both), *difference_of_means(counts), p_value)
+
+
+def difference_of_means(pairs: Sequence[Any]) -> tuple[float, float, float, tuple[float, float]]:
+    """Of (numerator, denominator) twice for every prompt: both ratios of sums, the first less the second, and the
+    95 % interval of that.
+    """
+    pairs_P22 = torch.tensor(pairs, dtype=torch.float64)
+    first, second = (pairs_P22[..., 0].sum(0) / pairs_P22[..., 1].sum(0)).tolist()
+    return first, second, first - second, studentised_interval(pairs_P22)
 
 
 def swap_p_value(counts_P22: torch.Tensor, seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> float:
