@@ -1,9 +1,9 @@
 """dspark bench train: how fast a micro-step and a whole step of a run's training are on this machine."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -14,16 +14,8 @@ from dspark.cli.bench import Json, new_report, save_report
 from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.errors import ConfigError, DsparkError
-from dspark.train.measure import (
-    MicroStep,
-    RandomRecord,
-    Timing,
-    count_operations,
-    least_bytes,
-    random_learner,
-    time_calls,
-    whole_steps,
-)
+from dspark.train.measure import MicroStep, RandomRecord, count_operations, least_bytes, random_learner, whole_steps
+from dspark.train.measure.clock import Timing, time_calls
 from dspark.train.step import Learner
 from dspark.verifier.plan import free_bytes
 from dspark.verifier.timing import Clock, matmul_flops
@@ -55,9 +47,8 @@ def train(
     accelerator = start_accelerator(run.train, os.environ, parent_command())
     device, need, free = accelerator.device, least_bytes(run), free_bytes(accelerator.device)
     if need > free:
-        raise DsparkError(
-            f"bench train: {run.name} takes {need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
-        )
+        sizes = f"{need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
+        raise DsparkError(f"bench train: {run.name} takes {sizes}")
     console = Console(soft_wrap=True, highlight=False, quiet=not accelerator.is_main_process)
     report = new_report(run=run.model_dump(mode="json"), processes=accelerator.num_processes, rows=[])
     report["distributed"] = accelerator.distributed_type.value.lower()
@@ -112,8 +103,7 @@ def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
     table.end(tokens, step, alone, num_steps)
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Prints rows, and keeps and saves them as they come."""
 
     console: Console
@@ -124,9 +114,7 @@ class Table:
         """What is measured, where and of which commit."""
         facts, draft = self.report["provenance"], run.draft
         gpus = facts["hardware"]["gpus"]
-        versions = ", ".join(
-            f"{name} {facts['versions'][name]}" for name in ("torch", "triton") if name in facts["versions"]
-        )
+        versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items() if name in {"torch", "triton"})
         place = gpus[device.index or 0] if device.type == "cuda" else facts["hardware"]["processor"]
         self.console.print(
             f"{run.name}: {draft.num_hidden_layers} layers of {draft.hidden_size}, vocabulary {draft.vocab_size}, "
@@ -143,9 +131,8 @@ class Table:
         share = rate / peak if peak else None
         self.report["rows"].append({"name": name, **asdict(timing), "flops": flops, "share_of_matmul": share})
         spread = f"({timing.least_milliseconds:.2f} - {timing.most_milliseconds:.2f})"
-        line = (
-            f"{name:34} {timing.milliseconds:9.2f} ms {spread:19} {flops / 1e12:8.2f} TFLOP {rate / 1e12:7.1f} TFLOP/s"
-        )
+        line = f"{name:34} {timing.milliseconds:9.2f} ms {spread:19} "
+        line += f"{flops / 1e12:8.2f} TFLOP {rate / 1e12:7.1f} TFLOP/s"
         line += "" if share is None else f" {share:6.1%}"
         self.console.print(line + ("" if timing.peak_bytes is None else f" {timing.peak_bytes / 1e9:6.2f} GB"))
         self.save()
