@@ -1,6 +1,7 @@
 """Ranks, world size and sums over ranks; the same code with one process."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -167,8 +168,5 @@ def spread(value: Tensor, like: Tensor) -> Tensor:
 
 def _option(command: Sequence[str], name: str) -> str:
     """The value of ``--name value`` or ``--name=value`` in a command line, with - and _ alike; empty if absent."""
-    for place, word in enumerate(command):
-        key, separator, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and key.replace("-", "_") == name:
-            return value if separator else next(iter(command[place + 1 : place + 2]), "")
-    return ""
+    found = re.search(rf"(?:^|\0)--{name.replace('_', '[-_]')}[=\0]([^\0]*)", "\0".join(command))
+    return found[1] if found else ""

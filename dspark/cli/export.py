@@ -11,13 +11,7 @@ from dspark.cli.identity import fields_of
 from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
-from dspark.export import (
-    Architecture,
-    check_target,
-    draft_parameter_count,
-    read_draft,
-    write_draft,
-)
+from dspark.export import Architecture, check_target, draft_parameter_count, read_draft, write_draft
 from dspark.provenance import describe_launch
 from dspark.target.config import read_config_json
 from dspark.target.loading import load_tables, target_facts, target_fingerprint

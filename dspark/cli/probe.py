@@ -72,9 +72,8 @@ def kept_length(best: Path) -> float:
     try:
         return float(json.loads(path.read_text(encoding="utf-8"))[DECODED]) if path.is_file() else 0.0
     except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: expected {DECODED} ({error!r}); delete {best} to choose the best anew"
-        ) from error
+        found = f"{path}: expected {DECODED} ({error!r})"
+        raise CheckpointError(f"{found}; delete {best} to choose the best anew") from error
 
 
 def check_room(folder: Path, dtype: torch.dtype, device: torch.device) -> None:

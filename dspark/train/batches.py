@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import tee
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -80,8 +80,7 @@ class Batch(Plan):
     tap_scales_TL: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """How many sequences a step reads and which of them are this process's."""
 
     batch_size: int
@@ -274,14 +273,11 @@ def blank_batch(run: RunConfig, device: torch.device) -> Batch:
 
 def fill(record: Record, plan: Plan, device: torch.device = CPU) -> Batch:
     """The plan with its sequences' states, on the host; for a GPU in pinned memory."""
-    sequences = [record[index] for index in plan.indices]
-    is_pinned = device.type == "cuda"
+    sequences, is_pinned = [record[index] for index in plan.indices], device.type == "cuda"
     here: Plan = _with_tensors(plan, Tensor.pin_memory) if is_pinned else plan
-    taps_TLD = _joined([sequence.taps_TLD for sequence in sequences], is_pinned)
-    last_hidden_TD = _joined([sequence.last_hidden_TD for sequence in sequences], is_pinned)
-    scales = [sequence.tap_scales_TL for sequence in sequences if sequence.tap_scales_TL is not None]
-    scales_TL = _joined(scales, is_pinned) if scales else None
-    return Batch(**vars(here), taps_TLD=taps_TLD, last_hidden_TD=last_hidden_TD, tap_scales_TL=scales_TL)
+    scales = () if sequences[0].tap_scales_TL is None else ("tap_scales_TL",)
+    parts = {name: [getattr(each, name) for each in sequences] for name in ("taps_TLD", "last_hidden_TD", *scales)}
+    return Batch(**(vars(here) | {name: _joined(tensors, is_pinned) for name, tensors in parts.items()}))
 
 
 def _joined(parts: list[Tensor], is_pinned: bool) -> Tensor:
