@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from dspark.cli import bench
 from dspark.cli.bench import DEVICE, DTYPE, RANDOM, SEED, Json, config_folder, run_file
-from dspark.config import load_run
+from dspark.config import load_run, read_yaml
 from dspark.decode.engine import SLACK_TOKENS, CycleSpeaker
 from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError
@@ -33,25 +33,6 @@ TRACE_TOKENS = 128
 FIXED_LENGTHS = {"NEXTN": (3.25,), "DSpark": (3.25, 5.29)}
 """Acceptance lengths at which random weights, whose own mean nothing, are read, beside that of a whole window: NEXTN's
 of the LMSYS run, and DSpark's over nine tasks by the card of Ling-3.0-flash-dspark."""
-PUBLISHED = (
-    ("plain", "4 B200", "3.33", "-", "288", "1", "1"),
-    ("NEXTN, 5", "4 B200", "1.53", "-", "606", "3.25", "1"),
-    ("DSpark", "4 B200", "0.78", "0.51", "1120", "9.95 (*)", "1"),
-    ("NEXTN", "4 B200", "2.34", "-", "-", "-", "2"),
-    ("DSpark", "4 B200", "0.78", "-", "-", "6.22 (**)", "2"),
-    ("plain", "4 H20", "3.35", "-", "290", "1", "3"),
-    ("NEXTN, 3", "4 H20", "1.91", "-", "443", "-", "3"),
-)
-"""Published by others: SGLang, Ling-3.0-flash in bf16, one request at a time. Source: specs/verifier-kernels.md 1a (A1,
-A2, A4, A7); the card's lengths: specs/dspark.md 7.3."""
-PUBLISHED_NOTE = (
-    "SGLang, Ling-3.0-flash, bf16, four GPUs, one request at a time; 8192 tokens in and 1024 out, for [3] 128 in.\n"
-    "[1] LMSYS blog, 2026-08-21  [2] github.com/sgl-project/sglang, PR 35861  [3] github.com/runzhliu/aik8s\n"
-    "(*) more than a block of 8 and its bonus token can commit: another block or another definition. (**) of GSM8K."
-    "\nAcceptance lengths by the card of Ling-3.0-flash-dspark (hardware and sampling not stated), mean 5.29: GSM8K\n"
-    "6.40, MATH-500 6.29, AIME25 5.56, HumanEval 6.57, MBPP 6.34, LiveCodeBench 5.33, MT-Bench 3.92, Alpaca 3.51,\n"
-    "Arena-Hard 3.72"
-)
 
 
 @dataclass(frozen=True)
@@ -182,9 +163,9 @@ def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: 
 
 
 def _published() -> Table:
-    names = ("decoding", "GPUs", "TPOT", "median", "tokens/s", "length", "source")
-    table = Table(*(Column(name, no_wrap=True) for name in names), title_justify="left", box=SIMPLE)
-    table.title, table.caption, table.caption_justify = "published by others, not measured here", PUBLISHED_NOTE, "left"
-    for row in PUBLISHED:
+    found = read_yaml(Path(__file__).with_name("published.yaml"), "the published figures")
+    table = Table(*(Column(name, no_wrap=True) for name in found["columns"]), title_justify="left", box=SIMPLE)
+    table.title, table.caption, table.caption_justify = "published by others, not measured here", found["note"], "left"
+    for row in found["rows"]:
         table.add_row(*row)
     return table
