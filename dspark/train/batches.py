@@ -103,13 +103,15 @@ def share_of(accelerator: Accelerator, train: TrainSection) -> Share:
     return Share(train.batch_size, train.accumulation_steps, accelerator.process_index, accelerator.num_processes)
 
 
+Planned = Generator[Future[list[Plan]]]
+"""The micro-steps of each step."""
+Fed = Generator[tuple[list[Plan], Iterator[Batch]]]
+"""The same, with the feed of their batches."""
 AHEAD = 2
 """Plans of steps, and batches, that threads make ahead of the one in use."""
 
 
-def plan_windows(
-    record: Record, run: RunConfig, share: Share, starts: range, device: torch.device = CPU
-) -> Generator[Future[list[Plan]]]:
+def plan_windows(record: Record, run: RunConfig, share: Share, starts: range, device: torch.device = CPU) -> Planned:
     """This process's micro-steps of every step in ``starts`` (sequences seen before it), in order. All of a step's are
     needed at once: its denominators are known before its first backward pass.
     """
@@ -122,9 +124,7 @@ def plan_windows(
     return started_ahead(plan, starts)
 
 
-def with_feed(
-    windows: Generator[Future[list[Plan]]], record: Record, device: torch.device
-) -> Generator[tuple[list[Plan], Iterator[Batch]]]:
+def with_feed(windows: Planned, record: Record, device: torch.device) -> Fed:
     """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too.
     Whoever takes a window takes as many batches off the feed, and closes this when done. What cannot be read is told
     when it is its turn, not before.

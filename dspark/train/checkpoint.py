@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dspark.config import TrainSection
 from dspark.distributed import spread, sum_over_ranks, whole
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError
@@ -24,8 +24,7 @@ Tensors = dict[str, Tensor]
 STATE, PARAMETERS, MOMENTS = "state.json", "draft.safetensors", "moments.safetensors"
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a run is: optimisation steps done and sequences read, which fix the data order, anchors and schedule."""
 
     step: int
@@ -61,6 +60,13 @@ def whole_draft(draft: DraftModel) -> DraftModel:
     return copy
 
 
+def finished_draft(draft: DraftModel, optimizer: Any, train: TrainSection) -> DraftModel:
+    """The whole draft to write, its moving average where the run keeps one. Every rank must call it."""
+    if train.ema_decay:
+        use_average(draft, optimizer)
+    return whole_draft(draft)
+
+
 @torch.no_grad()
 def use_average(draft: nn.Module, optimizer: Any) -> None:
     """Put the moving average that the optimizer keeps in place of the draft's parameters, to export it."""
@@ -79,7 +85,7 @@ def save_checkpoint(folder: Path, progress: Progress, parameters: Tensors, momen
     with whole_folder(place) as partial:
         save_tensors(parameters, partial / PARAMETERS)
         save_tensors(moments, partial / MOMENTS)
-        state = asdict(progress) | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
+        state = progress._asdict() | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
         (partial / STATE).write_text(json.dumps(state | {"seal": _seal(state)}, indent=2) + "\n", encoding="utf-8")
     for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
         shutil.rmtree(old)
