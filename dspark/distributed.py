@@ -99,18 +99,13 @@ def check_launch(world_size: int, environment: Mapping[str, str], launcher: Sequ
     """Refuse the launches that accelerate turns into something else without a word.
     Raises: ConfigError naming what was asked, what came of it, and the command that does it.
     """
-    started = int(environment.get("WORLD_SIZE", "1"))
+    started, wanted, found = int(environment.get("WORLD_SIZE", "1")), _option(launcher, "num_processes"), ""
     if started != world_size:
-        raise ConfigError(
-            f"the launcher started {started} processes but this one trains in a group of {world_size}; "
-            f"on CPUs start with {CPU_PROCESSES}"
-        )
-    wanted = _option(launcher, "num_processes")
-    if any(word.endswith("launch") for word in launcher) and wanted.isdigit() and int(wanted) > world_size:
-        raise ConfigError(
-            f"accelerate launch was asked for {wanted} processes and started {world_size} (it does so with --cpu); "
-            f"on CPUs start with {CPU_PROCESSES}"
-        )
+        found = f"the launcher started {started} processes but this one trains in a group of {world_size}"
+    elif any(word.endswith("launch") for word in launcher) and wanted.isdigit() and int(wanted) > world_size:
+        found = f"accelerate launch was asked for {wanted} processes and started {world_size} (it does so with --cpu)"
+    if found:
+        raise ConfigError(f"{found}; on CPUs start with {CPU_PROCESSES}")
 
 
 def parent_command() -> list[str]:
