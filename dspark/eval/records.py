@@ -4,9 +4,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow
 import torch
@@ -31,8 +31,7 @@ COLUMNS |= {"is_cut": pyarrow.bool_(), "confidence_logits": pyarrow.list_(pyarro
 SCHEMA = pyarrow.schema([pyarrow.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
 
 
-@dataclass(frozen=True)
-class TextKey:
+class TextKey(NamedTuple):
     """Which text of an evaluation: the prompt's place in its task, decoded by a contender at a temperature."""
 
     task: str
@@ -46,7 +45,7 @@ def write_rounds(texts: Mapping[TextKey, DecodedText], path: Path) -> None:
     leaves no row. The folder of ``path`` exists.
     """
     pairs = ((key, *numbered) for key, text in texts.items() for numbered in enumerate(text.rounds))
-    rows = [asdict(key) | {"round_index": index} | asdict(counts) for key, index, counts in pairs]
+    rows = [key._asdict() | {"round_index": index} | asdict(counts) for key, index, counts in pairs]
     beside = partial_of(path)
     parquet.write_table(pyarrow.Table.from_pylist(rows, SCHEMA), beside, compression="zstd")
     put_in_place(beside, path)
@@ -85,7 +84,7 @@ class Journal:
         assert key not in self.texts, f"{key} is done"
         self.texts[key] = text
         if self._file:
-            line = asdict(key) | {"ids": text.ids_T.tolist(), "rounds": [asdict(counts) for counts in text.rounds]}
+            line = key._asdict() | {"ids": text.ids_T.tolist(), "rounds": [asdict(counts) for counts in text.rounds]}
             line |= {name: getattr(text, name) for name in CLOCKS}
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()

@@ -134,9 +134,8 @@ def _settings(job: Job, prompts: Mapping[str, TaskPrompts]) -> dict[str, Any]:
 def _describe_prompts(found: TaskPrompts) -> dict[str, Any]:
     """Where a task's prompts come from, and which they are."""
     digest = hashlib.sha256(repr([ids_T.tolist() for ids_T in found.ids]).encode()).hexdigest()
-    lengths = {"shortest": min(map(len, found.ids)), "longest": max(map(len, found.ids))}
     named = {"count": len(found.ids), "sha256": digest, "origin": found.origin, "is_synthetic": found.is_synthetic}
-    return named | {"tokens": lengths}
+    return named | {"tokens": {"shortest": min(map(len, found.ids)), "longest": max(map(len, found.ids))}}
 
 
 def _check_alike(ranks: Ranks, decided: Mapping[str, Any], target: Target[Any]) -> None:
