@@ -36,11 +36,6 @@ Json = Annotated[Path | None, typer.Option(dir_okay=False, writable=True, help="
 bench = typer.Typer(help="Measure how fast a part of the system is.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@bench.callback()
-def _commands() -> None:
-    """Measure how fast a part of the system is."""
-
-
 @dataclass(frozen=True)
 class Model:
     """A target on random ``weights`` or on those in its folder; ``emulated`` is how many ranks one is part of."""

@@ -113,8 +113,7 @@ class Rows(NamedTuple):
                 f"{stage.microseconds:8.2f} us {share:6.1%} {stage.microseconds * stage.num_calls:8.0f} us in all"
             )
             save()
-        this["num_bytes"], total = (
-            sum(row[key] * row["num_calls"] for row in this["stages"]) for key in ("num_bytes", "microseconds")
-        )
+        rows, keys = this["stages"], ("num_bytes", "microseconds")
+        this["num_bytes"], total = (sum(row[key] * row["num_calls"] for row in rows) for key in keys)
         this["floor_microseconds"] = floor = this["num_bytes"] / self.bandwidth * 1e6
         self.console.print(f"sum of stages {total:.0f} us; {this['num_bytes'] / 1e9:.2f} GB, byte floor {floor:.0f} us")

@@ -1,7 +1,6 @@
 """dspark bench train: how fast a micro-step and a whole step of a run's training are on this machine."""
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -123,19 +122,19 @@ class Table(NamedTuple):
             f"{self.report['processes']} x {place}, distributed: {self.report['distributed']}; {versions}; "
             f"commit {facts['commit']}"
         )
-        self.save()
+        save_report(self.report, self.path)
 
     def add(self, name: str, timing: Timing, flops: int) -> None:
         """A row: its time, its operations against the peak of products measured before, its memory."""
         rate, peak = flops / timing.milliseconds * 1e3, self.report.get("matmul_flops_per_second")
         share = rate / peak if peak else None
-        self.report["rows"].append({"name": name, **asdict(timing), "flops": flops, "share_of_matmul": share})
+        self.report["rows"].append({"name": name, **timing._asdict(), "flops": flops, "share_of_matmul": share})
         spread = f"({timing.least_milliseconds:.2f} - {timing.most_milliseconds:.2f})"
         line = f"{name:34} {timing.milliseconds:9.2f} ms {spread:19} "
         line += f"{flops / 1e12:8.2f} TFLOP {rate / 1e12:7.1f} TFLOP/s"
         line += "" if share is None else f" {share:6.1%}"
         self.console.print(line + ("" if timing.peak_bytes is None else f" {timing.peak_bytes / 1e9:6.2f} GB"))
-        self.save()
+        save_report(self.report, self.path)
 
     def end(self, tokens: int, step: Timing, alone: Timing | None, num_steps: int) -> None:
         """Tokens a second, and the part of a step that its micro-steps are: ``num_steps`` times the first row."""
@@ -146,8 +145,4 @@ class Table(NamedTuple):
             self.report["share_in_micro_steps"] = share
             line += f"; {num_steps} x the first row are {share:.1%} of the step"
         self.console.print(line)
-        self.save()
-
-    def save(self) -> None:
-        """Write what there is, where a file was asked for."""
         save_report(self.report, self.path)
