@@ -138,14 +138,10 @@ def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: 
         kind, timing, num_drafts = row["decoding"].split(",")[0], row["measurement"]["timing"], row["num_drafts"]
         first, pace, round_seconds = timing["first_token"]["median"], timing["time_per_token"], row["round_seconds"]
         found = row["measurement"]["acceptance"]
-        choices: list[tuple[str, float, float]] = []
-        if is_random and num_drafts:
-            for length in (*FIXED_LENGTHS[kind], float(num_drafts + 1)):
-                choices.append((f"at {length:g}", round_seconds / length, round_seconds / length))
-        else:
-            own = f"{found['mean_acceptance_length']:.2f}" if found else "1"
-            choices.append((own, pace["mean"], pace["median"]))
-        for said, mean, median in choices:
+        lengths = (*FIXED_LENGTHS[kind], num_drafts + 1) if is_random and num_drafts else ()
+        read = [(f"at {length:g}", round_seconds / length, round_seconds / length) for length in lengths]
+        own = f"{found['mean_acceptance_length']:.2f}" if found else "1"
+        for said, mean, median in read or [(own, pace["mean"], pace["median"])]:
             answer = first + (ANSWER_TOKENS - 1) * mean
             speed = new_tokens / (first + (new_tokens - 1) * mean)
             cells = (said, f"{round_seconds * 1e3:.2f}", f"{first * 1e3:.0f}", f"{mean * 1e3:.3f}")
