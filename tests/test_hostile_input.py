@@ -87,7 +87,7 @@ def test_a_fault_of_yaml_is_one_line_that_says_where(tmp_path: Path, text: str, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("command", ["demo", "prepare", "record", "eval"])
+@pytest.mark.parametrize("command", ["demo", "plan", "prepare", "record", "eval"])
 def test_a_folder_and_an_unreadable_file_are_no_run_and_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

@@ -123,7 +123,8 @@ def encode(run: RunConfig, chats: Sequence[ChatFormat], as_given: bool, row: tup
     temperature. Raises: PromptError.
     """
     conversation, found = parse_conversation(*row), list[Prompt]()
-    if run.data.endpoint_route == "chat/completions" and conversation.text is not None and not as_given:
+    is_chat_route = bool(run.data.endpoints) and run.data.endpoint_route == "chat/completions" and not as_given
+    if is_chat_route and conversation.text is not None:
         raise PromptError(f"{conversation.place}: plain text; data.endpoint_route chat/completions needs messages")
     for chat in chats:
         if as_given:

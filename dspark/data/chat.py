@@ -162,7 +162,7 @@ def _pieces(chat: ChatFormat, conversation: Conversation) -> list[tuple[str, boo
         if not (turn.startswith(header) and whole.startswith(turn)):
             raise PromptError(
                 f"{conversation.place}: the template does not write message {index + 1} as {header[-40:]!r} plus its "
-                f"content, so the target would never be asked for it like this; make data.is_thinking "
+                f"content, so the target would never be asked for it like this; make data.thinking "
                 f"({chat.is_thinking}) fit the text, or give every assistant turn as a conversation of its own"
             )
         pieces += [(whole[cursor : len(header)], False), (whole[len(header) : len(turn)], True)]

@@ -135,9 +135,7 @@ def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
                     json.dumps(row, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
                 half = str(error.object)[error.start : error.end]
-                row = PromptError(
-                    f"{source}:{index}: holds half a surrogate pair ({half!a}), which is no text; mend it"
-                )
+                row = PromptError(f"{source}:{index}: holds half a surrogate pair, {half!a}, which is no text; mend it")
             except (ValueError, RecursionError) as error:
                 row = PromptError(f"{source}:{index}: not valid JSON ({error}); {_EXPECTED} on every line")
             yield index, row

@@ -189,7 +189,8 @@ class EndpointAsker:
             rest = min(patience.rest_seconds * 2.0 ** min(endpoint.num_failures, 99), patience.longest_rest_seconds)
             endpoint.rests_until = now + rest * self.jitter.uniform(0.5, 1.0)
             endpoint.num_failures += is_longer
-        endpoint.rests_until = max(endpoint.rests_until, now + sum(retry_after))
+        if any(retry_after):  # else a late failure would hide one of a try that began before it
+            endpoint.rests_until = max(endpoint.rests_until, now + sum(retry_after))
         endpoint.reason = self._line(f"{endpoint.url}: {reason}")
         self.on_failure(endpoint.reason)
 

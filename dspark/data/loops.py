@@ -25,9 +25,9 @@ def ends_in_loop(ids: Sequence[int]) -> bool:
     tail, end = content[-_SURE * size :], len(content) - 1
     while (place := content.rfind(tail, 0, end)) >= 0:
         end = place + len(tail) - 1
-        period, is_off = divmod(len(content) - len(tail) - place, size)
+        period = (len(content) - len(tail) - place) // size
         num_repeated = max((COPIES - 1) * period, LEAST_TOKENS - period)
-        if not is_off and period + num_repeated <= len(ids_N):
+        if period + num_repeated <= len(ids_N):
             last_M, before_M = ids_N[-num_repeated:], ids_N[-num_repeated - period : -period]
             if np.array_equal(last_M, before_M):
                 return True

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Self, TypeVar, overload
+from typing import Annotated, Any, BinaryIO, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +49,8 @@ class Prompt(Section, strict=True):
     @property
     def conversation(self) -> Conversation:
         """What ``of`` was given, but for later turns."""
-        return Conversation(
-            self.source, self.index, tuple(self.messages or ()), self.text, tools=tuple(self.tools or ())
-        )
+        messages, tools = tuple(self.messages or ()), tuple(self.tools or ())
+        return Conversation(self.source, self.index, messages, self.text, tools=tools)
 
     @property
     def ids(self) -> list[int]:
@@ -144,15 +143,7 @@ class Lines(Sequence[ItemT]):
     def __len__(self) -> int:
         return len(self.places_S2)
 
-    @overload
-    def __getitem__(self, index: int) -> ItemT: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ItemT]: ...
-
-    def __getitem__(self, index: int | slice) -> ItemT | list[ItemT]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:
         begin, end = self.places_S2[index].tolist()
         return self._item(index, os.pread(self._file.fileno(), end - begin, begin))
 

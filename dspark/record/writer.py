@@ -1,7 +1,8 @@
 """A record being written: each shard appears whole, and a recorder that was stopped, or another one, goes on."""
 
+import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, uint8
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from dspark.errors import RecordError
-from dspark.files import put_in_place, write_whole
+from dspark.files import put_in_place
 from dspark.record.format import (
     HEADER_BYTES,
     INDEX_BYTES,
@@ -100,13 +101,7 @@ def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) 
     Raises: RecordError naming every difference, or when the disk cannot hold what is to come.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    is_new = not (folder / MANIFEST_FILE).exists()
-    found = description if is_new else read_manifest(folder)
-    old, new = (manifest.model_dump(exclude={"versions", "target"}) for manifest in (found, description))
-    differing = [key for key in old if old[key] != new[key]]
-    if differing:
-        told = "; ".join(_difference(key, old[key], new[key]) for key in differing)
-        raise RecordError(f"{folder}: holds another record: {told}; give another record.folder")
+    found = check_same(folder, description) if (folder / MANIFEST_FILE).exists() else description
     sizes = [found.shard_bytes(index) for index in range(len(found.shards))]
     needed_bytes = sum(sorted(sizes)[-capacity_shards:]) - sum(
         size for index, size in enumerate(sizes) if is_there(folder, found, index)
@@ -118,25 +113,41 @@ def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) 
             "run another record.folder, fewer conversations (data.max_conversations), fewer draft.target_layer_ids, "
             "record.taps=float8, or record.ring_shards to train at once"
         )
-    if is_new:
-        write_whole(folder / MANIFEST_FILE, found.model_dump_json())
-    _remove_leftovers(folder)
+    if found is description:
+        beside = folder / f".{MANIFEST_FILE}.{writer_name()}.partial"  # several may begin it at once
+        beside.write_text(found.model_dump_json())
+        put_in_place(beside, folder / MANIFEST_FILE)
+    _remove_leftovers(folder, found)
+
+
+def check_same(folder: Path, description: Manifest) -> Manifest:
+    """The manifest there. Raises: RecordError naming every difference from what it should be."""
+    found = read_manifest(folder)
+    old, new = (manifest.model_dump(exclude={"versions", "target"}) for manifest in (found, description))
+    told = [_difference(key, old[key], new[key]) for key in old if old[key] != new[key]]
+    if told:
+        raise RecordError(f"{folder}: holds another record: {'; '.join(told)}; give another record.folder")
+    return found
 
 
 def missing_shards(folder: Path, manifest: Manifest) -> list[int] | None:
-    """The shards that are not there yet; None when all are."""
-    return [index for index in range(len(manifest.shards)) if not is_there(folder, manifest, index)] or None
+    """The shards that are not there yet; None when all are. Whatever has a shard's name is whole."""
+    there = set(os.listdir(folder))
+    return [index for index in range(len(manifest.shards)) if shard_name(index) not in there] or None
 
 
 def _difference(key: str, old: object, new: object) -> str:
-    if isinstance(old, Sequence) and isinstance(new, Sequence) and key == "shards":
-        return f"{len(old)} shards there and {len(new)} now, or of other sizes"
+    if key == "shards":
+        return "its shards have other sizes"
     return f"{key} is {old!r} there and {new!r} now"
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Files that killed processes of this machine were at."""
+def _remove_leftovers(folder: Path, manifest: Manifest) -> None:
+    """Shards that were cut off, and files that killed processes of this machine were at."""
+    for index in range(len(manifest.shards)):
+        if not is_there(folder, manifest, index):
+            (folder / shard_name(index)).unlink(missing_ok=True)
     host = socket.gethostname()
-    for path in folder.glob(f".shard-*.{host}-*.partial"):
+    for path in folder.glob(f".*.{host}-*.partial"):
         if not is_running(int(path.name.split("-")[-1].removesuffix(".partial"))):
             path.unlink(missing_ok=True)

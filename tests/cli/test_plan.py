@@ -137,6 +137,11 @@ def test_a_rate_that_nobody_knows_is_refused(tmp_path: Path, key: str) -> None:
         plan(config, "--rates", str(rates), "--calibrate", "1")
     with pytest.raises(ConfigError, match=r"response_tokens is 41, above data.max_response_tokens"):
         plan(config, "--response-tokens", "41")
+    for option, number in (("--response-tokens", "nan"), ("--calibrate", "nan"), ("--calibrate", "inf")):
+        result = CliRunner().invoke(app, ["plan", "--config", str(config), option, number])
+        assert (result.exit_code, "Invalid value" in result.output) == (2, True)
+    with pytest.raises(ConfigError, match="response_tokens is inf"):
+        plan(config, "--response-tokens", "inf")
 
 
 def test_a_disk_that_is_too_small_is_refused_in_one_line_and_no_command_is_told(

@@ -316,5 +316,16 @@ def test_a_mixture_takes_the_place_of_its_sources(tmp_path: Path) -> None:
     held_out = json.loads((tmp_path / "record" / "prompts" / "held_out.jsonl").read_text())
     assert len(answered) == 2
     assert held_out["index"] not in {row["index"] for row in answered}
+    Path(rows[0]).write_text(Path(rows[0]).read_text() + '{"prompt": "torn\n')
+    torn = [
+        f"data.sources=[{tmp_path / 'mixture.yaml'}]",
+        f"record.folder={tmp_path / 'torn'}",
+        "data.max_response_tokens=2",
+    ]
+    with pytest.raises(
+        PromptError, match=r"rows.jsonl:7: not valid JSON .*; mend it, or run again with --leave-out-un"
+    ):
+        prepare(config, torn)
+    prepare(config, torn, leave_out_unusable=True)
     with pytest.raises(ConfigError, match=r"data.sources holds a mixture and 1 more"):
         prepare(config, [f"data.sources=[{tmp_path / 'mixture.yaml'}, {rows[0]}]"])

@@ -39,6 +39,15 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes_and_asks_for_no_r
         asked_in_all = {tuple(body["prompt"]) for body in server.bodies}
         server.seconds = 0.02
         kept: set[tuple[int, ...]] = set()
+        for prompts_file in (".asked.jsonl.partial", "asked.jsonl"):
+            child = context.Process(target=prepare, args=(config, served(path.parent, server.url)))
+            child.start()
+            while not (path.parent / prompts_file).exists() and child.is_alive():
+                time.sleep(0.0005)
+            child.kill()
+            child.join()
+            assert not path.exists()
+        path.with_suffix(".journal").unlink(missing_ok=True)
         for _ in range(4):
             server.bodies = []
             child = context.Process(target=prepare, args=(config, served(path.parent, server.url)))

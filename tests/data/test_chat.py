@@ -245,7 +245,7 @@ def with_template(tokenizer: PreTrainedTokenizerFast, template: str | None) -> P
 
 
 def test_a_turn_that_the_target_would_never_be_asked_for_is_refused(chat: ChatFormat) -> None:
-    with pytest.raises(PromptError, match=r"talk.jsonl:7: .*message 2 .*data.is_thinking \(False\)"):
+    with pytest.raises(PromptError, match=r"talk.jsonl:7: .*message 2 .*data.thinking \(False\)"):
         encode_conversation(chat, talk("U:1+1?", "A:2", reasoning_content="Easy."))
 
 

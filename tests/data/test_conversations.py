@@ -74,6 +74,26 @@ def test_a_wrong_row_is_named_with_file_and_line(tmp_path: Path, line: str, word
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("half", ["\\ud83d", "a\\uDE00b"])
+def test_half_a_surrogate_pair_is_called_what_it_is(tmp_path: Path, half: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "\\ud83d\\ude00"}\n{"prompt": "' + half + '"}\n')
+    with pytest.raises(PromptError, match=r"rows.jsonl:2: holds half a surrogate pair, '.ud(83d|e00)', .*mend it$"):
+        read_conversations([str(path)], "train")
+
+
+def test_a_mistyped_name_of_a_hub_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, split: str) -> None:
+        raise FileNotFoundError(f"no {name}\n  on\n the Hub")
+
+    monkeypatch.setattr(datasets.load, "load_dataset", load)
+    with pytest.raises(
+        PromptError, match=r"^org/nmae: found no .*\(no org/nmae on the Hub\); check data.sources"
+    ) as error:
+        read_conversations(["org/nmae"], "train")
+    assert "\n" not in str(error.value)
+
+
 def test_rows_of_a_hub_data_set_read_like_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "yes"}]
     held = {("org/name", "validation"): [{"conversations": turns}, {"prompt": "two"}]}

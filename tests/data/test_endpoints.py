@@ -1,11 +1,12 @@
 """Endpoints answer every prompt once, exactly, however they fail meanwhile; what nothing mends ends the run clearly."""
 
+import asyncio
 import json
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from email.utils import formatdate
@@ -22,7 +23,7 @@ from dspark.config import DataSection
 from dspark.data.chat import ChatFormat, digest, encode_prompt
 from dspark.data.conversations import Conversation
 from dspark.data.endpoints import EndpointAsker, Patience, _seconds
-from dspark.data.responses import Responses, ResponsesHeader, open_responses, write_responses
+from dspark.data.responses import Answer, Responses, ResponsesHeader, open_responses, write_responses
 from dspark.data.rows import Prompt
 from dspark.errors import EndpointError
 
@@ -71,9 +72,8 @@ class Run:
         self.chat, self.path = chat, path / "responses.jsonl"
         self.failures: list[str] = []
 
-    def write(self, patience: Patience = QUICK, is_leaving_out: bool = False) -> Counter[str]:
-        """Ask for what is missing."""
-        ask = EndpointAsker(
+    def asker(self, patience: Patience, is_leaving_out: bool = False) -> EndpointAsker:
+        return EndpointAsker(
             self.data,
             self.chat,
             self.prompts,
@@ -86,6 +86,10 @@ class Run:
             api_key=KEY,
             is_leaving_out=is_leaving_out,
         )
+
+    def write(self, patience: Patience = QUICK, is_leaving_out: bool = False) -> Counter[str]:
+        """Ask for what is missing."""
+        ask = self.asker(patience, is_leaving_out)
         return write_responses(ask, self.chat.tokenizer, self.prompts, self.header, self.path, lambda *_: None)
 
     @property
@@ -180,6 +184,25 @@ def test_each_endpoint_has_as_many_requests_at_once_as_asked_and_never_more(chat
         run = Run(chat, tmp_path / "more", served.url, num_rows=60)
         run.write()
     assert served.most_at_once <= 4
+
+
+def test_first_tries_do_not_wait_in_a_queue(chat: ChatFormat, tmp_path: Path) -> None:
+    """Rows are taken one by one as they are asked, those that failed at once first again."""
+    with serving(Served()) as served:
+        run = Run(chat, tmp_path, served.url, concurrency=2)
+        taken: list[tuple[int, int]] = []
+
+        def rows() -> Iterator[int]:
+            for row in range(NUM_ROWS):
+                taken.append((row, len(kept)))
+                yield row
+
+        kept: dict[int, Answer] = {}
+        served.faults = [refuse(500)] * 3
+        asyncio.run(run.asker(QUICK)._run(rows(), kept.update))
+    assert sorted(kept) == list(range(NUM_ROWS))
+    assert all(row <= num_kept + len(run.failures) + 3 for row, num_kept in taken)
+    assert len(run.failures) == 3
 
 
 def waiting_for(num: int) -> Callable[[dict[str, Any]], dict[str, Any]]:

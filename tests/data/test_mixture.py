@@ -120,6 +120,19 @@ def test_columns_choose_rows_and_hold_the_prompt(code: str, tmp_path: Path) -> N
     assert (report.sources[0].taken, report.sources[0].unusable) == (1, 2)
 
 
+def test_a_line_that_is_no_json_is_a_row_without_a_prompt_and_tools_stay_with_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        json.dumps({"prompt": "How?", "tools": [{"name": "add"}]}) + '\n{"prompt": "torn\n{"prompt": "Why?"}\n'
+    )
+    heard: list[Any] = []
+    report = mix(mixture_of(str(path)), tmp_path / "out", (), heard.append)
+    assert (report.sources[0].read, report.sources[0].unusable, report.sources[0].taken) == (3, 1, 2)
+    assert [isinstance(row, PromptError) for row in heard] == [False, True, False] * 2
+    kept = read_conversations([str(tmp_path / "out" / TRAIN_FILE)], "train")
+    assert [row.tools for row in kept] == [({"name": "add"},), ()]
+
+
 def test_held_out_rows_are_no_copy_of_any_that_is_taken(code: str, tmp_path: Path) -> None:
     rows = lines(Path(code))
     doubled = write_rows(tmp_path / "doubled.jsonl", rows + rows)

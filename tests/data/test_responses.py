@@ -25,7 +25,7 @@ from dspark.data.responses import (
     write_responses,
 )
 from dspark.data.rows import ASKED_FILE, Prompt, Prompts, open_prompts
-from dspark.errors import RecordError
+from dspark.errors import PromptError, RecordError
 
 HEADER = ResponsesHeader(
     target="tiny",
@@ -242,6 +242,55 @@ def test_another_target_or_text_or_setting_is_refused_and_nothing_is_lost(
     assert f"{key} {getattr(HEADER, key)!r} (now {value!r})" in str(error.value)
     assert "another record.folder" in str(error.value)
     assert path.read_bytes() == before
+
+
+def rewrite(path: Path, row: int, **changes: object) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    lines[row] = json.dumps(json.loads(lines[row]) | changes) + "\n"
+    path.write_text("".join(lines))
+
+
+def test_what_is_not_recorded_is_left_out_of_arrays_digest_and_rows(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    write(path, tokenizer)
+    whole = opened(path)
+    parts = [part for each in whole for part in (each.ids_T, each.loss_mask_T)]
+    assert whole.text_sha256 == digest(parts)
+    assert whole.num_tokens_S.tolist() == [len(part) for part in parts[::2]]
+    assert whole.num_supervised_S.tolist() == [int(part.sum()) for part in parts[1::2]]
+    rewrite(path, 2, finish_reason="loop")
+    rewrite(path, 5, finish_reason="failed", response_ids=[])
+    found = opened(path)
+    assert [each.place.rpartition(":")[2] for each in found] == ["1", "2", "4", "5", "7", "8"]
+    assert found.text_sha256 == digest(
+        part for index in (0, 1, 3, 4, 6, 7) for part in parts[2 * index : 2 * index + 2]
+    )
+    assert found[-1].ids_T.equal(parts[-2])
+    assert len(found[1:3]) == 2
+    with pytest.raises(
+        PromptError, match=r"4 of 8 conversations .*\n.*responses.jsonl:4: 8 tokens, at most 7 \(record.max"
+    ):
+        opened(path, max_tokens=7)
+    assert len(open_responses(path, HEADER, max_tokens=7, vocab_size=VOCAB_SIZE, is_leaving_out=True)) == 2
+    with pytest.raises(RecordError, match=r"responses.jsonl:1: found the token id 302, expected at most 299"):
+        opened(path, vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    "spans", [[], [[0, 2]], [[2, 2]], [[3, 4], [1, 2]], [[2, 4], [4, 5]], [[2, 99]], [[-1, 2]], [[2]]]
+)
+def test_ranges_that_supervise_nothing_or_what_is_not_there_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, spans: list[list[int]]
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    write(path, tokenizer)
+    rewrite(path, 1, supervised=[[1, 2], [3, 5]])
+    assert opened(path)[1].loss_mask_T.tolist() == [False, True, False, True, True, False]
+    rewrite(path, 1, supervised=spans)
+    with pytest.raises(RecordError, match=r"responses.jsonl:2: not a response \(.*supervised"):
+        opened(path)
 
 
 def test_newer_packages_may_go_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

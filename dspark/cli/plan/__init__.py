@@ -39,7 +39,7 @@ def plan(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
     rates: Annotated[Path | None, typer.Option(help=RATES_HELP, readable=False)] = None,
-    calibrate: Annotated[float | None, typer.Option(min=0.1, help=CALIBRATE_HELP)] = None,
+    calibrate: Annotated[float | None, typer.Option(min=0.1, max=3600, help=CALIBRATE_HELP)] = None,
     response_tokens: Annotated[float | None, typer.Option(min=1, help=LENGTH_HELP)] = None,
     device: Device = DEFAULT_DEVICE,
 ) -> None:

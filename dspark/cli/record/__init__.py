@@ -16,7 +16,7 @@ from dspark.errors import ConfigError, DraftMismatchError, RecordError
 from dspark.files import claim
 from dspark.record.format import Manifest, plan_shards
 from dspark.record.order import drawn_order
-from dspark.record.writer import start_record
+from dspark.record.writer import check_same, start_record
 from dspark.target.loading import TargetFacts, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 from dspark.verifier.ranks import ALONE, start
@@ -73,7 +73,9 @@ def record(
     size = f"{manifest.num_tokens} tokens, {manifest.num_supervised} to predict"
     console.print(f"{len(responses)} sequences, {size}, {manifest.num_bytes / 1e9:.2f} GB", markup=False)
     with claim(run.record.folder, is_shared=True):
-        if not measure_fp8:
+        if check or stats:
+            check_same(run.record.folder, manifest)
+        elif not measure_fp8:
             start_record(run.record.folder, manifest, run.record.ring_shards)
         if tp > 1:
             start(partial(run_job, job=job), tp, device, SECONDS_FOR_A_SHARD)

@@ -56,6 +56,7 @@ def empty_plot(
     left, right = (ROW_LEFT if rows else LEFT) / WIDTH, 1 - RIGHT / WIDTH
     axes = figure.subplots(gridspec_kw={"left": left, "right": right, "bottom": foot / height, "top": 1 - TOP / height})
     axes.set(xlabel=x_label, title=y_label)
+    axes.locator_params(nbins=8, steps=[1, 2, 5, 10])
     if rows:
         axes.grid(visible=False)
         axes.set(yticks=[], ylim=(len(rows) - 0.6, -0.1))

@@ -165,6 +165,7 @@ def _versus(first: Evaluation, second: Evaluation) -> Iterator[Titled]:
         pairs = [(_mean(first.texts[key].rounds), _mean(second.texts[key].rounds)) for key in keys]
         figure, axes = by.empty_plot("prompts, sorted", f"difference, {PER_ROUND}", [("a prompt", 0)])
         axes.axhline(0, **GUIDE)
+        axes.locator_params("x", integer=True)
         for point in enumerate(sorted(a - b for a, b in pairs if a and b)):
             by.draw_dot(axes, point, 0, f"a prompt: {point[1]:+.2f}")
         yield f"Each prompt, {pairing.task}, T = {pairing.temperature:g}", figure

@@ -31,3 +31,8 @@ def test_a_text_counts_by_its_length_with_all_its_rounds() -> None:
     assert all(b.interval[0] <= b.mean_acceptance_length <= b.interval[1] for b in buckets)
     assert buckets[1].interval == (1.0, 1.0)
     assert by_length([text(1)]) == []
+
+
+def test_stretches_are_of_a_round_number_of_tokens_and_some_five() -> None:
+    widths = {num_tokens: step_width([text(num_tokens)]) for num_tokens in (1, 5, 24, 49, 77, 100, 512, 4096)}
+    assert widths == {1: 1, 5: 1, 24: 5, 49: 10, 77: 20, 100: 20, 512: 200, 4096: 1000}

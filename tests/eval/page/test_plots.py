@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from xml.sax.saxutils import escape
 
 import matplotlib
 import pytest
@@ -153,7 +154,7 @@ def test_the_same_numbers_make_the_same_bytes_whatever_the_users_settings_are() 
     first = drawn()
     before: dict[str, Any] = dict(matplotlib.rcParams)
     with matplotlib.rc_context(
-        {"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "red", "lines.linewidth": 9}
+        {"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "red", "xtick.labelsize": 30}
     ):
         assert drawn() == first
     assert dict(matplotlib.rcParams) == before
@@ -166,7 +167,7 @@ def test_a_name_is_no_formula_no_order_and_no_markup(name: str) -> None:
     figure = example(name)
     assert shorten(name) in [text.get_text() for text in figure.legends[0].get_texts()]
     assert png(figure, name, name).startswith(b"\x89PNG")
-    svg(figure).encode()
+    assert escape(shorten(name)) in re.findall(r"<text[^>]*>(.*?)</text>", svg(figure))
 
 
 def test_a_long_name_keeps_its_end() -> None:

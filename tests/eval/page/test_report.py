@@ -168,12 +168,12 @@ def test_the_drafts_training_is_drawn_beside_what_decoding_gave() -> None:
 
 def test_differences_lie_about_zero_in_the_middle() -> None:
     shown = evaluation("a")
-    found = [PairedComparison(2, 1.0, 1.0, mean, (mean - 0.5, mean + 0.5), 0.25) for mean in (-0.5, 0.25)]
+    found = [PairedComparison(2, 1.0, 1.0, mean, (mean - 0.5, mean + 0.5), 0.25) for mean in (0.5, 0.25)]
     pairings = tuple(Pairing("a", float(place), "other", comparison) for place, comparison in enumerate(found))
     report = replace(shown.report, pairings=pairings)
     _, pictures = render_report([replace(shown, report=report)], ["no words"], False)
     figure = pictures["paired-differences-minus-other"].args[0]
-    assert said(figure, "dot")[0] == "a, T = 0, p = 0.250: -0.50 (-1.00 to 0.00)"
+    assert said(figure, "dot")[0] == "a, T = 0, p = 0.250: 0.50 (0.00 to 1.00)"
     left, right = figure.axes[0].get_xlim()
     assert -left == right >= 1
     assert any(list(line.get_xdata()) == [0, 0] and line.get_linestyle() == "--" for line in figure.axes[0].lines)

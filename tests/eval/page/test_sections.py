@@ -145,9 +145,9 @@ def test_what_teacher_forcing_missed_has_its_interval(tables: Any) -> None:
     section = "Teacher-forced and decoded"
     assert tables(section) == ""
     assert "<table>" not in tables(section, teacher_forced=FORCED)
-    gap = DecodingGap(57, 3.5, 3.75, -0.25, (-0.5, 0.125))
+    gap = DecodingGap(57, 3.75, 3.5, 0.25, (-0.5, 0.75))
     html = tables(section, teacher_forced=FORCED, decoding_gap=gap)
-    cells = "<td>3.50</td><td>3.75</td><td><b>-0.25</b><small>-0.50 to +0.12</small></td><td>57</td>"
+    cells = "<td>3.75</td><td>3.50</td><td><b>+0.25</b><small>-0.50 to +0.75</small></td><td>57</td>"
     assert f"draft</th>{cells}" in html
     assert html.count("<tr>") == 3
 
@@ -158,6 +158,16 @@ def test_what_was_teacher_forced_stands_beside_what_was_decoded() -> None:
     assert said(lengths, "dot")[1] == "demo draft, teacher-forced: 2.50 (2.00 to 3.00)"
     assert len(marks(lengths, "dot")) == 2
     assert len(marks(survival, "bar")) == 8
+
+
+def test_a_stretch_of_the_answer_is_drawn_at_its_middle() -> None:
+    (_, figure), _ = of.titled(of.by_place, panels())
+    assert said(figure, "dot")[:2] == [
+        "demo draft: 1 round from token 0 to 1: 3.00",
+        "demo draft: 1 round from token 4 to 5: 3.00",
+    ]
+    assert [dot.get_xdata()[0] for dot in marks(figure, "dot")[:2]] == [1, 5]
+    assert len(marks(figure, "curve")) == 3
 
 
 def test_what_speaks_against_a_number_is_bold(tables: Any) -> None:
