@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,16 +29,9 @@ from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.record.ring import Patience, Ring
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
-from dspark.train.batches import Batch, Plan, Share, plan_windows, share_of, with_feed
+from dspark.train.batches import Fed, Share, plan_windows, share_of, with_feed
 from dspark.train.checkpoint import Progress as TrainingProgress
-from dspark.train.checkpoint import (
-    checkpoints,
-    gather_state,
-    load_checkpoint,
-    save_checkpoint,
-    use_average,
-    whole_draft,
-)
+from dspark.train.checkpoint import checkpoints, finished_draft, gather_state, load_checkpoint, save_checkpoint
 from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_after, start_trackers
 from dspark.train.optimizer import learning_rate
 from dspark.train.run_folder import check_run_folder, describe_training, write_run_folder
@@ -122,17 +115,13 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             if is_saved:
                 save(learner, done)
             learner.stopwatch.lap()  # rows and checkpoints are no wait for data
-    if run.train.ema_decay:
-        use_average(learner.draft, learner.optimizer)
-    draft = whole_draft(learner.draft)
+    draft = finished_draft(learner.draft, learner.optimizer, run.train)
     if is_main:
         write_draft(draft, folder / "draft", folder_fields(run), provenance=origin)
         show(f"wrote {folder / 'draft'}")
 
 
-def read_windows(
-    learner: Learner, reader: RecordReader, share: Share, starts: range
-) -> Generator[tuple[list[Plan], Iterator[Batch]]]:
+def read_windows(learner: Learner, reader: RecordReader, share: Share, starts: range) -> Fed:
     """What the steps in ``starts`` learn from. In a ring of shards, the first process says what is needed."""
     run, accelerator = learner.run, learner.accelerator
     windows = plan_windows(reader, run, share, starts, accelerator.device)

@@ -1,6 +1,7 @@
 """Ranks, world size and sums over ranks; the same code with one process."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -98,18 +99,13 @@ def check_launch(world_size: int, environment: Mapping[str, str], launcher: Sequ
     """Refuse the launches that accelerate turns into something else without a word.
     Raises: ConfigError naming what was asked, what came of it, and the command that does it.
     """
-    started = int(environment.get("WORLD_SIZE", "1"))
+    started, wanted, found = int(environment.get("WORLD_SIZE", "1")), _option(launcher, "num_processes"), ""
     if started != world_size:
-        raise ConfigError(
-            f"the launcher started {started} processes but this one trains in a group of {world_size}; "
-            f"on CPUs start with {CPU_PROCESSES}"
-        )
-    wanted = _option(launcher, "num_processes")
-    if any(word.endswith("launch") for word in launcher) and wanted.isdigit() and int(wanted) > world_size:
-        raise ConfigError(
-            f"accelerate launch was asked for {wanted} processes and started {world_size} (it does so with --cpu); "
-            f"on CPUs start with {CPU_PROCESSES}"
-        )
+        found = f"the launcher started {started} processes but this one trains in a group of {world_size}"
+    elif any(word.endswith("launch") for word in launcher) and wanted.isdigit() and int(wanted) > world_size:
+        found = f"accelerate launch was asked for {wanted} processes and started {world_size} (it does so with --cpu)"
+    if found:
+        raise ConfigError(f"{found}; on CPUs start with {CPU_PROCESSES}")
 
 
 def parent_command() -> list[str]:
@@ -167,8 +163,5 @@ def spread(value: Tensor, like: Tensor) -> Tensor:
 
 def _option(command: Sequence[str], name: str) -> str:
     """The value of ``--name value`` or ``--name=value`` in a command line, with - and _ alike; empty if absent."""
-    for place, word in enumerate(command):
-        key, separator, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and key.replace("-", "_") == name:
-            return value if separator else next(iter(command[place + 1 : place + 2]), "")
-    return ""
+    found = re.search(rf"(?:^|\0)--{name.replace('_', '[-_]')}[=\0]([^\0]*)", "\0".join(command))
+    return found[1] if found else ""

@@ -1,5 +1,6 @@
 """What the tests of recording share: a table target, sequences of it, and their record."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def record(folder: Path, target: Target[Any], sequences: list[Encoded], /, **cha
         sequences,
         manifest,
         turns,
-        lambda n, sizes: ShardWriter(folder, manifest, n, leases, sizes),
+        partial(ShardWriter, folder, manifest, leases),
         lambda n, _: heard.append(n),
     )
     assert done + sum(heard) == len(sequences)

@@ -114,7 +114,7 @@ def write_record(folder: Path, target: Path, sequences: list[RecordedSequence]) 
         shards=plan_shards(*sizes, sum(lengths)),
     )
     start_record(folder, description)
-    writer = ShardWriter(folder, description, 0, Leases(folder), list(zip(*sizes, strict=True)))
+    writer = ShardWriter(folder, description, Leases(folder), 0, list(zip(*sizes, strict=True)))
     for row, (sequence, num_supervised) in enumerate(zip(sequences, sizes[1], strict=True)):
         fields = {"ids_T": sequence.ids_T.int(), "loss_mask_T": sequence.loss_mask_T, "taps_TLD": sequence.taps_TLD}
         fields["last_hidden_MD"] = sequence.last_hidden_TD[:-1][sequence.loss_mask_T[1:]]

@@ -72,9 +72,8 @@ def run_stage(name: str, command: Sequence[str], environment: Mapping[str, str],
     settings = " ".join(f"{key}={value}" for key, value in environment.items())
     console.print(f"$ {settings} python {' '.join(command)}", style="dim")
     began = time.monotonic()
-    code = subprocess.run(
-        [sys.executable, *command], cwd=REPOSITORY, env={**os.environ, **environment}, preexec_fn=END_WITH_PARENT
-    ).returncode
+    words, variables = [sys.executable, *command], os.environ | environment
+    code = subprocess.run(words, cwd=REPOSITORY, env=variables, preexec_fn=END_WITH_PARENT).returncode
     if code:
         raise DsparkError(f"demo: the stage {name} failed with exit status {code}: mend its cause, run the demo again")
     return time.monotonic() - began

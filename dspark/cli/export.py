@@ -11,17 +11,11 @@ from dspark.cli.identity import fields_of
 from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
-from dspark.export import (
-    Architecture,
-    check_target,
-    draft_parameter_count,
-    read_draft,
-    write_draft,
-)
+from dspark.export import Architecture, check_target, draft_parameter_count, read_draft, write_draft
 from dspark.provenance import describe_launch
 from dspark.target.config import read_config_json
 from dspark.target.loading import load_tables, target_facts, target_fingerprint
-from dspark.train.checkpoint import checkpoints, load_checkpoint, use_average
+from dspark.train.checkpoint import checkpoints, finished_draft, load_checkpoint
 from dspark.train.optimizer import build_optimizer
 from dspark.train.run_folder import RUN
 
@@ -74,7 +68,6 @@ def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, in
     model = DraftModel(run.draft)
     optimizer = build_optimizer(model, run.train)
     load_checkpoint(chosen[0], model, optimizer)
-    if run.train.ema_decay:
-        use_average(model, optimizer)
+    model = finished_draft(model, optimizer, run.train)
     model.bind(*load_tables(run.target.path))
     return model, chosen[0], run.target.path, run.train.num_anchors

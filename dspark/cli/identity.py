@@ -1,8 +1,7 @@
 """Which target and draft a command works with, and what a run's words, states and draft come from."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -50,8 +49,7 @@ def choose_target(run: RunConfig | None, name: str | None, dtype: str | None, de
     return validated(TargetSection, {"path": path, "dtype": chosen}, "the target")
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A target and a draft that fit together, known by their files; nothing large is loaded yet."""
 
     name: str
@@ -71,14 +69,9 @@ class Pair:
         """What a report says about the target and about the draft."""
         template = template_fingerprint(self.tokenizer) if self.tokenizer.chat_template else None
         words = {"tokenizer_fingerprint": tokenizer_fingerprint(self.folder), "template_fingerprint": template}
-        of_draft = {
-            "name": str(self.place),
-            "fingerprint": draft_fingerprint(self.place),
-            "block_size": self.draft.block_size,
-            "verify_rows": self.draft.block_size + 1,
-            "sample_from_anchor": True,
-            "target_layer_ids": self.draft.target_layer_ids,
-        }
+        of_draft = {"name": str(self.place), "fingerprint": draft_fingerprint(self.place), "sample_from_anchor": True}
+        of_draft |= {"block_size": self.draft.block_size, "verify_rows": self.draft.block_size + 1}
+        of_draft |= {"target_layer_ids": self.draft.target_layer_ids}
         return {"name": self.name, "fingerprint": self.fingerprint} | words, of_draft
 
 

@@ -1,6 +1,6 @@
 """The dspark command: registers the commands and turns a user's mistake into one clear line."""
 
-from collections.abc import Callable
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -17,99 +17,29 @@ from dspark.cli.plan import plan
 from dspark.cli.prepare import prepare
 from dspark.cli.record import record
 from dspark.cli.report import report
+from dspark.config import read_yaml
 from dspark.errors import DsparkError, one_line
 
-STAGES = """
-dspark demo
-
-dspark plan --config configs/nano.yaml --calibrate 20
-dspark prepare --config configs/nano.yaml
-dspark record --config configs/nano.yaml
-accelerate launch train.py --config configs/nano.yaml
-dspark eval --config configs/nano.yaml
-"""
-EXAMPLES: dict[Callable[..., None], str] = {
-    demo: """
-dspark demo
-dspark demo --config my-demo.yaml
-""",
-    plan: """
-dspark plan --config configs/nano.yaml --response-tokens 150
-dspark plan --config configs/nano.yaml --calibrate 20
-dspark plan --config configs/nano.yaml --set data.max_conversations=50000 --rates my-rates.yaml
-""",
-    prepare: """
-dspark prepare --config configs/nano.yaml
-dspark prepare --config configs/nano.yaml --set data.max_conversations=10 --set record.folder=runs/trial
-dspark prepare --config configs/nano.yaml --show 3
-dspark prepare --config RUN.yaml --as-given --leave-out-unusable
-dspark prepare --config RUN.yaml --set "data.endpoints=[http://host:8000/v1]" --set data.served_model=NAME
-""",
-    record: """
-dspark record --config configs/nano.yaml
-dspark record --config configs/ling-3.0-flash.yaml --tp 4 --set record.taps=float8
-dspark record --config configs/ling-3.0-flash.yaml --measure-fp8 DRAFT
-dspark record --config configs/nano.yaml --repair
-""",
-    evaluate: """
-dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks heldout
-dspark eval --target ling-3.0-nano --draft data/nano/draft --tasks my.jsonl --temperatures 0,0.6 --out runs/mine
-dspark eval --target ling-3.0-nano --draft other --tasks my.jsonl --temperatures 0,0.6 --against runs/mine
-dspark eval --target ling-3.0-nano --draft data/nano/draft --baselines plain,ngram,untrained,drafts:4 --max-prompts 8
-dspark eval --target ling-3.0-flash --draft DRAFT --tasks gsm8k --temperatures 0 --baselines plain,mtp:3,mtp:5 --tp 4
-dspark eval --config configs/nano.yaml --max-prompts 8 --temperatures 0.8 --top-k 40 --top-p 0.95
-""",
-    report: """
-dspark report runs/nano/eval
-dspark report --compare runs/mine runs/other --out compared.html
-""",
-    chat: """
-dspark chat --target ling-3.0-nano --draft data/nano/draft
-echo "def add(a, b):" | dspark chat --target ling-3.0-nano --draft data/nano/draft --temperature 1 --max-new-tokens 60
-""",
-    export: """
-dspark export --run runs/nano/train --out my-draft
-dspark export --run runs/nano/train --step 2000 --out my-draft
-dspark export --draft my-draft --target ling-3.0-nano --architecture Qwen3DSparkModel --with-tables --out other
-""",
-}
-BENCH: dict[Callable[..., None], str] = {
-    verify: """
-dspark bench verify --target ling-3.0-flash --emulate-tp 4 --tokens 1,9 --json bench.json
-dspark bench verify --target ling-3.0-flash --weights FOLDER --tp 2 --routing trace.safetensors
-""",
-    headline: """
-dspark bench headline --target ling-3.0-flash --emulate-tp 4 --json headline.json
-dspark bench headline --target ling-3.0-flash --weights FOLDER --draft FOLDER --tp 4 --mtp 3,5
-""",
-    train: """
-dspark bench train --config configs/ling-3.0-flash.yaml --json bench.json
-dspark bench train --config configs/ling-3.0-flash.yaml --tokens 32768 --set train.activation_checkpointing=true
-accelerate launch --num_processes 2 --mixed_precision bf16 eval/bench_train.py --config configs/ling-3.0-flash.yaml
-""",
-    bench_record: """
-dspark bench record --config configs/nano.yaml
-dspark bench record --config configs/ling-3.0-tiny.yaml --tokens 262144 --set record.taps=float8 --json bench.json
-""",
-}
+EXAMPLES = read_yaml(Path(__file__).with_name("examples.yaml"), "the examples")
 
 
 def as_typed(examples: str) -> str:
     """Examples for a help text, whose lines the formatter leaves alone."""
-    return "\b\nExamples:" + examples.rstrip().replace("\n", "\n  ").replace("\n  \n", "\n")
+    return "\b\n" + f"Examples:\n{examples.rstrip()}".replace("\n", "\n  ").replace("\n  \n", "\n")
 
 
 app = typer.Typer(
     help="Train a DSpark draft for a frozen target and measure how many tokens a round it earns.",
-    epilog=as_typed(STAGES),
+    epilog=as_typed(EXAMPLES["dspark"]),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
-for command, examples in EXAMPLES.items():
-    app.command(command.__name__.replace("evaluate", "eval"), epilog=as_typed(examples))(command)
-for command, examples in BENCH.items():
-    bench.command(epilog=as_typed(examples))(command)
+for command in (demo, plan, prepare, record, evaluate, report, chat, export):
+    name = command.__name__.replace("evaluate", "eval")
+    app.command(name, epilog=as_typed(EXAMPLES[name]))(command)
+for measure in (verify, headline, train, bench_record):
+    bench.command(epilog=as_typed(EXAMPLES["bench"][measure.__name__]))(measure)
 app.add_typer(bench, name="bench")
 
 

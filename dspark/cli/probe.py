@@ -1,7 +1,6 @@
 """Probes during training: target and prompts loaded and tried before the first step, and the best draft kept."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from dspark.train.checkpoint import whole_draft
 from dspark.train.log import DECODED, Row
 from dspark.train.run_folder import BEST, PROVENANCE
 from dspark.train.step import Learner
+from dspark.verifier.plan import free_bytes
 
 TEMPERATURE = 1.0
 
@@ -72,18 +72,15 @@ def kept_length(best: Path) -> float:
     try:
         return float(json.loads(path.read_text(encoding="utf-8"))[DECODED]) if path.is_file() else 0.0
     except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: expected {DECODED} ({error!r}); delete {best} to choose the best anew"
-        ) from error
+        found = f"{path}: expected {DECODED} ({error!r})"
+        raise CheckpointError(f"{found}; delete {best} to choose the best anew") from error
 
 
 def check_room(folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a target whose weights are more than the GPU's free memory, or the machine's memory for a CPU.
     Raises: ConfigError with both sizes.
     """
-    needed = Checkpoint(folder).num_parameters * dtype.itemsize
-    has_gpu = device.type == "cuda"
-    room = torch.cuda.mem_get_info(device)[0] if has_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed, room = Checkpoint(folder).num_parameters * dtype.itemsize, free_bytes(device)
     if needed > room:
         raise ConfigError(
             f"train.probe_every_steps: a probe holds the whole target in one process: {folder} takes "

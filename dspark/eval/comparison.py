@@ -5,21 +5,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from dspark.config import EvalSection
 from dspark.decode.sampling import Sampling
 from dspark.decode.speaking import Speaker
 from dspark.decode.teacher_forced import estimate, round_starts
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
-from dspark.eval.measure import Each, Measurement, compare_greedy, decode_prompts, summarise
+from dspark.eval.measure import Each, Measurement, Prompts, compare_greedy, decode_prompts, summarise
 from dspark.eval.statistics import decoding_gap, teacher_forced_statistics
 from dspark.eval.timing import DecodedText, speedup
 from dspark.types import Target
 
 DRAFT = "draft"
 """The contender that an evaluation is about."""
+Models = tuple[Target[Any], DraftModel]
 Watch = Callable[[str, float, int], AbstractContextManager[Each]]
 """Takes a contender's name, a temperature and how many texts there are to be; gives a context for them."""
 
@@ -35,8 +34,8 @@ class Contender:
 
 def compare(
     speakers: Mapping[str, Speaker],
-    pair: tuple[Target[Any], DraftModel],
-    prompts: Sequence[Sequence[torch.Tensor]],
+    pair: Models,
+    prompts: Sequence[Prompts],
     plan: EvalSection,
     random: tuple[tuple[int, ...], int],
     watch: Watch,
@@ -59,9 +58,8 @@ def compare(
             before = plain[len(answers)] if plain else None
             if speaker.is_drafting:
                 if not measurement.acceptance:
-                    raise PromptError(
-                        f"all {len(ids)} texts stopped at their first token; use prompts that the target answers"
-                    )
+                    found = f"all {len(ids)} texts stopped at their first token"
+                    raise PromptError(f"{found}; use prompts that the target answers")
                 equality = compare_greedy(pair[0], ids, texts, sampling, before) if sampling.is_greedy else None
                 gain = speedup(before, texts, measurement.acceptance.num_tokens) if before else None
                 measurement = replace(measurement, equality=equality, speedup=gain)
@@ -75,19 +73,13 @@ def compare(
 
 
 def expect(
-    measurement: Measurement,
-    pair: tuple[Target[Any], DraftModel],
-    prompts: Sequence[torch.Tensor],
-    texts: Sequence[DecodedText],
-    sampling: Sampling,
+    measurement: Measurement, pair: Models, prompts: Prompts, texts: Sequence[DecodedText], sampling: Sampling
 ) -> Measurement:
     """The measurement with what teacher forcing expects of its draft on the very texts that it decoded, block by block
     where its rounds began. Nothing is added where no block lies in a text.
     """
-    found = [
-        estimate(*pair, ids_T, text.ids_T, sampling, round_starts(text.rounds))
-        for ids_T, text in zip(prompts, texts, strict=True)
-    ]
+    both = zip(prompts, texts, strict=True)
+    found = [estimate(*pair, ids_T, text.ids_T, sampling, round_starts(text.rounds)) for ids_T, text in both]
     if not any(text.anchors for text in found):
         return measurement
     gap = decoding_gap(found, [text.rounds for text in texts])

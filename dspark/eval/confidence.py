@@ -68,10 +68,8 @@ def confidence_statistics(rounds: Sequence[Round]) -> ConfidenceStatistics:
     if logits_N.isnan().any():
         raise ValueError("a confidence is not a number")
     of_slots = [slot_N == k for k in range(max(len(counts.confidence_logits) for counts in rounds))]
-    return ConfidenceStatistics(
-        overall=calibration(logits_N, is_accepted_N),
-        slots=tuple(calibration(logits_N[is_k], is_accepted_N[is_k]) if is_k.any() else None for is_k in of_slots),
-    )
+    slots = (calibration(logits_N[is_k], is_accepted_N[is_k]) if is_k.any() else None for is_k in of_slots)
+    return ConfidenceStatistics(calibration(logits_N, is_accepted_N), tuple(slots))
 
 
 def calibration(logits_N: torch.Tensor, is_accepted_N: torch.Tensor) -> Calibration:

@@ -18,6 +18,7 @@ from dspark.eval.statistics import compare_pairs
 from dspark.eval.timing import DecodedText
 
 REPORT_FILE = "report.json"
+Facts = Mapping[str, Any]
 DRAWN = ("seed", "is_thinking", "max_new_tokens", "top_k", "top_p")
 """What decides, beside the drafts, how texts come about."""
 
@@ -99,9 +100,7 @@ def _check_texts(evaluation: Evaluation) -> None:
                 raise RecordError(f"{place} has other texts than {REPORT_FILE} counts; evaluate again")
 
 
-def find_shared(
-    there: Evaluation, of_target: Mapping[str, Any], settings: Mapping[str, Any]
-) -> tuple[list[list[TextKey]], list[str]]:
+def find_shared(there: Evaluation, of_target: Facts, settings: Facts) -> tuple[list[list[TextKey]], list[str]]:
     """What an earlier evaluation shares with one whose report will hold ``of_target`` and ``settings`` (JSON values).
     Returns: the keys of every task and temperature that both have, and what it has not of the other's, in words.
     Raises: ConfigError for one of another target, of other prompts, drawn in another way, or with no task at a
@@ -133,7 +132,7 @@ def pair_up(own: Mapping[TextKey, DecodedText], there: Evaluation, shared: list[
     return tuple(found)
 
 
-def _check_alike(what: str, there: Mapping[str, Any], here: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def _check_alike(what: str, there: Facts, here: Facts, names: tuple[str, ...]) -> None:
     for name in names:
         if there.get(name) != here.get(name):
             raise ConfigError(f"{what} had {name} {there.get(name)!r}, this evaluation has {here.get(name)!r}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
@@ -26,13 +27,16 @@ ROWS = 256
 """Rows of logits that are looked at together; a vocabulary is wide."""
 
 
-Decode = Callable[[Sequence[int]], Sequence[DecodedText]]
+Prompts = Sequence[Tensor]
+"""Ids, int64 [T] each."""
+Texts = Sequence[DecodedText]
+Decode = Callable[[Sequence[int]], Texts]
 """Decodes the prompts of these numbers, as one batch."""
-Each = Callable[[Sequence[int], Decode], Sequence[DecodedText]]
+Each = Callable[[Sequence[int], Decode], Texts]
 """Is asked for the texts of a batch of prompts by their numbers and given what decodes them; may know some already."""
 
 
-def decode_all(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
+def decode_all(numbers: Sequence[int], decode: Decode) -> Texts:
     """The ``Each`` that knows none."""
     return decode(numbers)
 
@@ -97,12 +101,7 @@ class Measurement:
 
 
 def decode_prompts(
-    speaker: Speaker,
-    prompts: Sequence[torch.Tensor],
-    sampling: Sampling,
-    seed: int,
-    each: Each = decode_all,
-    batch_size: int = 1,
+    speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int, each: Each = decode_all, batch_size: int = 1
 ) -> tuple[DecodedText, ...]:
     """Decode the prompts (int64 [T]), ``batch_size`` at a time in step.
 
@@ -113,7 +112,7 @@ def decode_prompts(
     texts: list[DecodedText] = []
     is_warm = not torch.cuda.is_available()
 
-    def decode(numbers: Sequence[int]) -> Sequence[DecodedText]:
+    def decode(numbers: Sequence[int]) -> Texts:
         nonlocal is_warm
         if not is_warm:
             few = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
@@ -126,9 +125,7 @@ def decode_prompts(
     return tuple(texts)
 
 
-def listen(
-    speaker: Speaker, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms]
-) -> list[DecodedText]:
+def listen(speaker: Speaker, prompts: Prompts, sampling: Sampling, uniforms: Sequence[Uniforms]) -> list[DecodedText]:
     """The texts of a batch, with their clocks."""
     stopwatch, places = Stopwatch(), range(len(prompts))
     ids: list[list[int]] = [[] for _ in places]
@@ -141,13 +138,11 @@ def listen(
             ids[row] += new_ids
             rounds[row] += [] if counts is None else [counts]
     phases = {name: seconds / len(prompts) for name, seconds in stopwatch.phase_seconds.items()}
-    return [
-        DecodedText(torch.tensor(ids[b]), tuple(rounds[b]), last[b], is_looping(ids[b]), first[b], phases)
-        for b in places
-    ]
+    rows = zip(ids, rounds, first, last, strict=True)
+    return [DecodedText(torch.tensor(i), tuple(r), end, is_looping(i), begin, phases) for i, r, begin, end in rows]
 
 
-def summarise(task: str, temperature: float, texts: Sequence[DecodedText]) -> Measurement:
+def summarise(task: str, temperature: float, texts: Texts) -> Measurement:
     """Counts over all texts of a task; without a single round they count as decoded plainly."""
     rounds = [text.rounds for text in texts]
     judged = [counts for text in rounds for counts in text if counts.confidence_logits and counts.num_proposed]
@@ -172,11 +167,7 @@ def summarise(task: str, temperature: float, texts: Sequence[DecodedText]) -> Me
 
 @torch.no_grad()
 def compare_greedy(
-    target: Target[Any],
-    prompts: Sequence[torch.Tensor],
-    texts: Sequence[DecodedText],
-    sampling: Sampling,
-    plain_texts: Sequence[DecodedText] | None = None,
+    target: Target[Any], prompts: Prompts, texts: Texts, sampling: Sampling, plain_texts: Texts | None = None
 ) -> GreedyEquality:
     """Which greedy texts of the prompts (int64 [T]) are not plain decoding's: those that differ from the plain texts,
     or, without these, any in which a token is not the target's arg-max behind the text before it, or that does not end
@@ -199,7 +190,7 @@ def compare_greedy(
 
 
 def _departure(
-    target: Target[Any], prompt_ids_T: torch.Tensor, ids_T: torch.Tensor, sampling: Sampling, tie_gap: float
+    target: Target[Any], prompt_ids_T: Tensor, ids_T: Tensor, sampling: Sampling, tie_gap: float
 ) -> tuple[int, float, bool] | None:
     """The first token that is not the arg-max (if one is no tie, the first such), how far below it lies, and whether
     that is a tie; or where the text should have ended.
@@ -225,11 +216,8 @@ def is_looping(ids: Sequence[int]) -> bool:
     """Whether a text ends in a loop: one run of at most 64 tokens, at least 4 times in a row, over at least 48 tokens.
     The rule looks at the end only: a text that left its loop, if only to stop, is not degenerate as a whole.
     """
-    last = len(ids) - 1
     for period in range(1, min(LONGEST_PERIOD_TOKENS, len(ids) // FEWEST_REPEATS) + 1):
         needed = max(SHORTEST_LOOP_TOKENS, FEWEST_REPEATS * period) - period
-        if last - needed - period + 1 >= 0 and all(
-            ids[last - step] == ids[last - step - period] for step in range(needed)
-        ):
+        if len(ids) >= needed + period and ids[-needed:] == ids[-needed - period : -period]:
             return True
     return False

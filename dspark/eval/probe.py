@@ -1,8 +1,7 @@
 """Small measurements on few texts: a true decode while a draft is being trained, and what rounded taps cost a draft."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,12 +12,11 @@ from dspark.decode.teacher_forced import estimate
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
 from dspark.eval.measure import decode_prompts
-from dspark.eval.statistics import acceptance_statistics, studentised_interval
+from dspark.eval.statistics import acceptance_statistics, difference_of_means
 from dspark.types import Target, TargetOutput
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """The target, the few prompts (int64 [T]) and the draws that every probe of a run shares, so that only the draft
     tells two probes apart.
     """
@@ -38,8 +36,7 @@ class Probe:
         return acceptance_statistics([text.rounds for text in texts]).mean_acceptance_length
 
 
-@dataclass(frozen=True)
-class TapCost:
+class TapCost(NamedTuple):
     """Mean expected acceptance lengths (``TeacherForced.lengths``) over the same blocks: of taps as they are, and of
     those that were rounded. ``difference`` = rounded - exact, with its paired 95 % bootstrap interval over texts.
     """
@@ -92,19 +89,14 @@ def tap_cost(
         _, output = target.prefill([torch.cat((prompt_ids_T, text_ids_T))])
         rounded = TargetOutput(round_taps(output.taps_NLD), output.last_hidden_ND)
         anchors = range(0, len(text_ids_T), draft.config.block_size)
-        found = [
-            estimate(_HasRead(target, read), draft, prompt_ids_T, text_ids_T, sampling, anchors)
-            for read in (output, rounded)
-        ]
-        if found[0].anchors:
-            counts.append([(sum(each.lengths), len(each.anchors)) for each in found])
+        heard = (_HasRead(target, read) for read in (rounded, output))
+        found = [estimate(each, draft, prompt_ids_T, text_ids_T, sampling, anchors) for each in heard]
+        if num_blocks := len(found[0].anchors):
+            counts.append([(sum(each.lengths), num_blocks) for each in found])
     if not counts:
         raise PromptError(f"no answer is longer than a block of {draft.config.block_size} tokens; give longer ones")
-    counts_P22 = torch.tensor(counts, dtype=torch.float64)
-    sums_22 = counts_P22.sum(0)
-    exact, rounded_length = (sums_22[:, 0] / sums_22[:, 1]).tolist()
-    interval = studentised_interval(counts_P22.flip(1))
-    return TapCost(len(counts), int(sums_22[0, 1]), exact, rounded_length, rounded_length - exact, interval)
+    rounded_length, exact, difference, interval = difference_of_means(counts)
+    return TapCost(len(counts), sum(text[0][1] for text in counts), exact, rounded_length, difference, interval)
 
 
 def last_answer(encoded: Encoded) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,9 +4,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow
 import torch
@@ -31,8 +31,7 @@ COLUMNS |= {"is_cut": pyarrow.bool_(), "confidence_logits": pyarrow.list_(pyarro
 SCHEMA = pyarrow.schema([pyarrow.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
 
 
-@dataclass(frozen=True)
-class TextKey:
+class TextKey(NamedTuple):
     """Which text of an evaluation: the prompt's place in its task, decoded by a contender at a temperature."""
 
     task: str
@@ -45,11 +44,8 @@ def write_rounds(texts: Mapping[TextKey, DecodedText], path: Path) -> None:
     """Write the rounds of all texts, a row each in the order of the texts, whole or not at all. A text without a round
     leaves no row. The folder of ``path`` exists.
     """
-    rows = [
-        asdict(key) | {"round_index": index} | asdict(counts)
-        for key, text in texts.items()
-        for index, counts in enumerate(text.rounds)
-    ]
+    pairs = ((key, *numbered) for key, text in texts.items() for numbered in enumerate(text.rounds))
+    rows = [key._asdict() | {"round_index": index} | asdict(counts) for key, index, counts in pairs]
     beside = partial_of(path)
     parquet.write_table(pyarrow.Table.from_pylist(rows, SCHEMA), beside, compression="zstd")
     put_in_place(beside, path)
@@ -88,7 +84,7 @@ class Journal:
         assert key not in self.texts, f"{key} is done"
         self.texts[key] = text
         if self._file:
-            line = asdict(key) | {"ids": text.ids_T.tolist(), "rounds": [asdict(counts) for counts in text.rounds]}
+            line = key._asdict() | {"ids": text.ids_T.tolist(), "rounds": [asdict(counts) for counts in text.rounds]}
             line |= {name: getattr(text, name) for name in CLOCKS}
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()
@@ -153,15 +149,9 @@ def _parse_texts(path: Path, content: bytes) -> tuple[Mapping[str, Any], dict[Te
 
 def _check_settings(path: Path, found: Mapping[str, Any], settings: Mapping[str, object]) -> None:
     old, new = _flat(found), _flat(json.loads(json.dumps(dict(settings))))
-    differing = [
-        f"{key} {old.get(key, 'absent')!r} (now {new.get(key, 'absent')!r})"
-        for key in old | new
-        if key not in old or key not in new or old[key] != new[key]
-    ]
-    if differing:
-        raise RecordError(
-            f"{path}: made with {', '.join(differing)}; choose another folder, or delete the file to start again"
-        )
+    pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in old | new}
+    if differing := ", ".join(f"{key} {was!r} (now {now!r})" for key, (was, now) in pairs.items() if was != now):
+        raise RecordError(f"{path}: made with {differing}; choose another folder, or delete the file to start again")
 
 
 def _flat(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:

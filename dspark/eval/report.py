@@ -84,11 +84,9 @@ FORMULAS = (
 
 def task_tables(report: EvalReport) -> list[Table]:
     """Tables of every task, two temperatures each: lengths, counts, speed, and both acceptances of every slot."""
-    return [
-        _task_table(f"{report.label(task)}: {report.draft['name']} on {report.target['name']}", some)
-        for task, measurements in groupby(report.measurements, key=lambda m: m.task)
-        for some in _in_twos(list(measurements))
-    ]
+    names, groups = f"{report.draft['name']} on {report.target['name']}", groupby(report.measurements, lambda m: m.task)
+    twos = ((task, some) for task, measurements in groups for some in _in_twos(list(measurements)))
+    return [_task_table(f"{report.label(task)}: {names}", some) for task, some in twos]
 
 
 def _in_twos(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:

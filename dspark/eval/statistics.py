@@ -9,6 +9,7 @@ import torch
 from dspark.decode.round import Round
 from dspark.decode.teacher_forced import TeacherForced, round_starts
 
+Interval = tuple[float, float]
 NUM_RESAMPLES = 2000
 SMALLEST_ERROR = 0.25
 """Of a resample, as a share of the sample's: one that missed the few prompts that differ would divide by nearly 0."""
@@ -33,9 +34,9 @@ class AcceptanceStatistics:
     num_rounds: int
     num_tokens: int
     mean_acceptance_length: float
-    interval: tuple[float, float]
+    interval: Interval
     mean_acceptance_length_per_prompt: float
-    interval_per_prompt: tuple[float, float]
+    interval_per_prompt: Interval
     mean_acceptance_length_uncut: float | None
     mean_accepted_drafts: float
     verify_rate: float
@@ -79,7 +80,7 @@ def acceptance_statistics(rounds_by_prompt: Sequence[Sequence[Round]]) -> Accept
 
 def bootstrap_interval(
     numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, num_resamples: int = NUM_RESAMPLES
-) -> tuple[float, float]:
+) -> Interval:
     """The studentised 95 % interval of sum(numerators) / sum(denominators) when prompts are drawn again with return.
 
     It holds the truth more often than the percentile interval where prompts are few or a few of them are unlike the
@@ -102,7 +103,7 @@ class TeacherForcedStatistics:
     """
 
     expected_acceptance_length: float
-    interval: tuple[float, float]
+    interval: Interval
     survival: tuple[float, ...]
     num_anchors: int
 
@@ -114,12 +115,8 @@ def teacher_forced_statistics(texts: Sequence[TeacherForced]) -> TeacherForcedSt
         raise ValueError("no blocks to measure: no text is longer than a block or ends at a stop token")
     survival = torch.tensor([text.survival_sums for text in texts if text.anchors], dtype=torch.float64).sum(0)
     counts = torch.tensor([text.slot_counts for text in texts if text.anchors]).sum(0)
-    return TeacherForcedStatistics(
-        expected_acceptance_length=sum(sums) / sum(blocks),
-        interval=bootstrap_interval(sums, blocks),
-        survival=tuple((survival / counts)[counts > 0].tolist()),
-        num_anchors=sum(blocks),
-    )
+    mean, interval = sum(sums) / sum(blocks), bootstrap_interval(sums, blocks)
+    return TeacherForcedStatistics(mean, interval, tuple((survival / counts)[counts > 0].tolist()), sum(blocks))
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class DecodingGap:
     decoded: float
     forced: float
     difference: float
-    interval: tuple[float, float]
+    interval: Interval
 
 
 def decoding_gap(texts: Sequence[TeacherForced], rounds_by_prompt: Sequence[Sequence[Round]]) -> DecodingGap:
@@ -153,10 +150,7 @@ def decoding_gap(texts: Sequence[TeacherForced], rounds_by_prompt: Sequence[Sequ
         pairs += [((decoded, len(there)), (sum(text.path_lengths), len(there)))] if there else []
     if not pairs:
         raise ValueError("no rounds to compare: every text ended within its first block")
-    pairs_P22 = torch.tensor(pairs, dtype=torch.float64)
-    decoded, forced = (pairs_P22[..., 0].sum(0) / pairs_P22[..., 1].sum(0)).tolist()
-    interval = studentised_interval(pairs_P22)
-    return DecodingGap(int(pairs_P22[:, 0, 1].sum()), decoded, forced, decoded - forced, interval)
+    return DecodingGap(sum(num_rounds for (_, num_rounds), _ in pairs), *difference_of_means(pairs))
 
 
 @dataclass(frozen=True)
@@ -169,7 +163,7 @@ class PairedComparison:
     first: float
     second: float
     difference: float
-    interval: tuple[float, float]
+    interval: Interval
     p_value: float
 
 
@@ -188,16 +182,17 @@ def compare_pairs(first: Mapping[Any, Sequence[Round]], second: Mapping[Any, Seq
         raise ValueError("no prompt has rounds of both drafts")
     rounds = [[draft[prompt] for draft in (first, second)] for prompt in both]
     counts = [[(sum(r.acceptance_length for r in of_draft), len(of_draft)) for of_draft in pair] for pair in rounds]
-    counts_P22 = torch.tensor(counts, dtype=torch.float64)
-    lengths_2 = counts_P22[..., 0].sum(0) / counts_P22[..., 1].sum(0)
-    return PairedComparison(
-        num_prompts=len(both),
-        first=float(lengths_2[0]),
-        second=float(lengths_2[1]),
-        difference=float(lengths_2[0] - lengths_2[1]),
-        interval=studentised_interval(counts_P22),
-        p_value=swap_p_value(counts_P22),
-    )
+    p_value = swap_p_value(torch.tensor(counts, dtype=torch.float64))
+    return PairedComparison(len(both), *difference_of_means(counts), p_value)
+
+
+def difference_of_means(pairs: Sequence[Any]) -> tuple[float, float, float, Interval]:
+    """Of (numerator, denominator) twice for every prompt: both ratios of sums, the first less the second, and the
+    95 % interval of that.
+    """
+    pairs_P22 = torch.tensor(pairs, dtype=torch.float64)
+    first, second = (pairs_P22[..., 0].sum(0) / pairs_P22[..., 1].sum(0)).tolist()
+    return first, second, first - second, studentised_interval(pairs_P22)
 
 
 def swap_p_value(counts_P22: torch.Tensor, seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> float:
@@ -228,9 +223,7 @@ def swap_p_value(counts_P22: torch.Tensor, seed: int = 0, num_resamples: int = N
     return num_as_large / len(is_swapped_SP) if is_exact else (1 + num_as_large) / (num_resamples + 1)
 
 
-def studentised_interval(
-    counts_PC2: torch.Tensor, seed: int = 0, num_resamples: int = NUM_RESAMPLES
-) -> tuple[float, float]:
+def studentised_interval(counts_PC2: torch.Tensor, seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> Interval:
     """The studentised 95 % interval of one ratio of sums (C = 1), or of the first minus the second (C = 2), prompts
     drawn again.
     """

@@ -6,9 +6,9 @@ import importlib.util
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 import yaml
@@ -89,8 +89,7 @@ class TaskDefinition(TaskSource):
     otherwise: tuple[TaskSource, ...] = ()
 
 
-@dataclass(frozen=True)
-class TaskPrompts:
+class TaskPrompts(NamedTuple):
     """What a task measures: int64 ids [T] of each prompt, and, to stand beside every number, where they come from and
     whether they are synthetic. ``is_endless``: no stop token ends its texts, so that all have max_new_tokens.
     ``conversations``: what the ids were made of, () for synthetic ones.
@@ -131,13 +130,7 @@ def num_prompts(name: str, max_prompts: int | None = None, folder: Path = TASKS)
 
 
 def load_prompts(
-    name: str,
-    chat: ChatFormat,
-    max_prompts: int | None = None,
-    *,
-    seed: int = 0,
-    max_tokens: int | None = None,
-    folder: Path = TASKS,
+    name: str, chat: ChatFormat, max_prompts: int | None = None, *, seed: int = 0, max_tokens: int | None = None
 ) -> TaskPrompts:
     """The prompts of any task as ids: of ``load_task`` through the chat template, or synthetic ones of exact length.
 
@@ -149,13 +142,12 @@ def load_prompts(
     PromptError for a longer prompt of another task, or a text that is too short.
     """
     if (synthetic := _synthetic(name)) is None:
-        conversations, origin = _load(name, max_prompts, folder)
+        conversations, origin = _load(name, max_prompts, TASKS)
         ids = tuple(encode_prompt(chat, conversation) for conversation in conversations)
         for conversation, ids_T in zip(conversations, ids, strict=True):
             if max_tokens is not None and len(ids_T) > max_tokens:
-                raise PromptError(
-                    f"{conversation.place}: {len(ids_T)} tokens; the draft has positions for {max_tokens}"
-                )
+                long = f"{conversation.place}: {len(ids_T)} tokens"
+                raise PromptError(f"{long}; the draft has positions for {max_tokens}")
         return TaskPrompts(ids, origin, conversations=conversations)
     kind, length, file = synthetic
     if max_tokens is not None and length > max_tokens:
@@ -199,9 +191,8 @@ def _load(name: str, max_prompts: int | None, folder: Path) -> tuple[tuple[Conve
             refusals.append(str(error))
             continue
         if refusals:
-            _log.warning(
-                "task %s: %s; the %d rows of %s are read instead", name, refusals[-1], len(found), source.origin
-            )
+            said = (name, refusals[-1], len(found), source.origin)
+            _log.warning("task %s: %s; the %d rows of %s are read instead", *said)
         return _selected(definition, found, max_prompts), source.origin
     raise PromptError(f"task {name}: {'; and '.join(refusals)}")
 
@@ -234,13 +225,11 @@ def _conversations(name: str, source: TaskSource) -> list[Conversation]:
     return found
 
 
-def _selected(
-    definition: TaskDefinition, found: list[Conversation], max_prompts: int | None
-) -> tuple[Conversation, ...]:
+def _selected(task: TaskDefinition, found: list[Conversation], max_prompts: int | None) -> tuple[Conversation, ...]:
     order = list(range(len(found)))
-    if definition.selection_seed is not None and len(found) > (definition.max_prompts or len(found)):
-        random.Random(definition.selection_seed).shuffle(order)
-    limit = min(filter(None, (max_prompts, definition.max_prompts)), default=None)
+    if task.selection_seed is not None and len(found) > (task.max_prompts or len(found)):
+        random.Random(task.selection_seed).shuffle(order)
+    limit = min(filter(None, (max_prompts, task.max_prompts)), default=None)
     return tuple(found[index] for index in order[:limit])
 
 
@@ -260,10 +249,8 @@ def _package_rows(source: TaskSource) -> Iterable[Mapping[str, Any]]:
 
 def _hub_rows(source: TaskSource) -> Iterable[Mapping[str, Any]]:
     try:
-        paths = [
-            hf_hub_download(source.source, file, repo_type="dataset", revision=source.revision)
-            for file in source.data_files
-        ]
+        fetch = partial(hf_hub_download, source.source, repo_type="dataset", revision=source.revision)
+        paths = list(map(fetch, source.data_files))
     except (OSError, ValueError) as error:
         revision = f" --revision {source.revision}" if source.revision else ""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -275,8 +262,7 @@ def _hub_rows(source: TaskSource) -> Iterable[Mapping[str, Any]]:
 
 
 def _rows_of(paths: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    for path in paths:
-        yield from (row for _, row in read_rows(path))
+    return (row for path in paths for _, row in read_rows(path))
 
 
 def _fill(name: str, source: TaskSource, row: Mapping[str, Any]) -> list[str]:
@@ -313,9 +299,9 @@ def _random_ids(chat: ChatFormat, length: int, num_prompts: int, seed: int) -> t
 
 def _long_ids(chat: ChatFormat, name: str, length: int, num_prompts: int, path: str) -> tuple[torch.Tensor, ...]:
     def encoded(content: str) -> torch.Tensor:
-        if chat.tokenizer.chat_template is None:
-            return encode_prompt(chat, Conversation(name, 1, text=content))
-        return encode_prompt(chat, Conversation(name, 1, ({"role": "user", "content": content},)))
+        is_plain = chat.tokenizer.chat_template is None
+        said = {"text": content} if is_plain else {"messages": ({"role": "user", "content": content},)}
+        return encode_prompt(chat, Conversation(name, 1, **said))
 
     short = encoded(f"A\n\n---\n\n{QUESTION}")
     if length < 2 * len(short):

@@ -72,13 +72,9 @@ class Speedup:
 def timing_statistics(texts: Sequence[DecodedText]) -> Timing:
     """Of at least one text. Source: the definitions of TTFT and TPOT are those of SGLang's and vLLM's benchmarks."""
     paces = [(t.seconds - t.first_token_seconds) / (t.num_tokens - 1) for t in texts if t.num_tokens > 1]
-    phases = phase_sums(texts)
-    return Timing(
-        first_token=spread([text.first_token_seconds for text in texts]),
-        time_per_token=spread(paces) if paces else None,
-        output_tokens_per_second=sum(text.num_tokens for text in texts) / sum(phases.values()),
-        phase_seconds=phases,
-    )
+    phases, first = phase_sums(texts), spread([text.first_token_seconds for text in texts])
+    tokens_per_second = sum(text.num_tokens for text in texts) / sum(phases.values())
+    return Timing(first, spread(paces) if paces else None, tokens_per_second, phases)
 
 
 def phase_sums(texts: Sequence[DecodedText]) -> dict[str, float]:
@@ -105,12 +101,8 @@ def speedup(plain: Sequence[DecodedText], drafted: Sequence[DecodedText], num_co
         return None
     per_token, whole = sum(before.values()) / num_plain, sum(after.values())
     working = whole - after.get("other", 0.0)
-    return Speedup(
-        predicted=num_committed * per_token / working,
-        measured=per_token * num_drafted / whole,
-        kept_share=num_drafted / num_committed,
-        working_share=working / whole,
-    )
+    predicted, measured = num_committed * per_token / working, per_token * num_drafted / whole
+    return Speedup(predicted, measured, kept_share=num_drafted / num_committed, working_share=working / whole)
 
 
 def _decoding(texts: Sequence[DecodedText]) -> tuple[int, dict[str, float]]:

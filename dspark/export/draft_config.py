@@ -1,8 +1,7 @@
 """config.json of an exported draft: what is written, what may never be written, what is understood when read."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dspark.config import DraftConfig, validated
 from dspark.errors import CheckpointError, ConfigError
@@ -26,8 +25,7 @@ def architecture_for(target_architecture: str) -> Architecture:
     return "LingDSparkModel" if target_architecture.startswith("Bailing") else "Qwen3DSparkModel"
 
 
-@dataclass(frozen=True)
-class FolderFields:
+class FolderFields(NamedTuple):
     """What config.json says beside the architecture of the draft: the target's three ids, the anchors of its training,
     and the tag by which a runtime picks its class (Qwen3's for vLLM without the Ling draft, llama.cpp, DeepSpec).
     """

@@ -102,12 +102,10 @@ def check_target(
     Raises: DraftMismatchError naming every field that differs; ConfigError or CheckpointError as ``read_draft_config``.
     """
     config = read_draft_config(folder)
-    wanted = (("vocab_size", vocab_size), ("hidden_size", hidden_size), ("num_target_layers", num_layers))
-    wrong = [
-        f"{name} is {getattr(config, name)} in the draft and {value} in the target"
-        for name, value in wanted
-        if value is not None and getattr(config, name) != value
-    ]
+    both = {"vocab_size": (config.vocab_size, vocab_size), "hidden_size": (config.hidden_size, hidden_size)}
+    if num_layers is not None:
+        both["num_target_layers"] = (config.num_target_layers, num_layers)
+    wrong = [f"{name} is {its} in the draft and {own} in the target" for name, (its, own) in both.items() if its != own]
     if wrong:
         raise DraftMismatchError(f"{folder}: this draft belongs to another target: {'; '.join(wrong)}; use its own")
     trained_for = _read_provenance(folder).get("target_fingerprint", fingerprint)

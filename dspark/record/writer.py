@@ -35,7 +35,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, index: int, leases: Leases, sizes: Sequence[tuple[int, int]]
+        self, folder: Path, manifest: Manifest, leases: Leases, index: int, sizes: Sequence[tuple[int, int]]
     ) -> None:
         self.path, self.manifest, self.index, self.leases = folder / shard_name(index), manifest, index, leases
         self.sizes, self._checksums_S = sizes, np.zeros(len(sizes), np.uint64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import tee
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -80,8 +80,7 @@ class Batch(Plan):
     tap_scales_TL: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """How many sequences a step reads and which of them are this process's."""
 
     batch_size: int
@@ -104,13 +103,15 @@ def share_of(accelerator: Accelerator, train: TrainSection) -> Share:
     return Share(train.batch_size, train.accumulation_steps, accelerator.process_index, accelerator.num_processes)
 
 
+Planned = Generator[Future[list[Plan]]]
+"""The micro-steps of each step."""
+Fed = Generator[tuple[list[Plan], Iterator[Batch]]]
+"""The same, with the feed of their batches."""
 AHEAD = 2
 """Plans of steps, and batches, that threads make ahead of the one in use."""
 
 
-def plan_windows(
-    record: Record, run: RunConfig, share: Share, starts: range, device: torch.device = CPU
-) -> Generator[Future[list[Plan]]]:
+def plan_windows(record: Record, run: RunConfig, share: Share, starts: range, device: torch.device = CPU) -> Planned:
     """This process's micro-steps of every step in ``starts`` (sequences seen before it), in order. All of a step's are
     needed at once: its denominators are known before its first backward pass.
     """
@@ -123,9 +124,7 @@ def plan_windows(
     return started_ahead(plan, starts)
 
 
-def with_feed(
-    windows: Generator[Future[list[Plan]]], record: Record, device: torch.device
-) -> Generator[tuple[list[Plan], Iterator[Batch]]]:
+def with_feed(windows: Planned, record: Record, device: torch.device) -> Fed:
     """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too.
     Whoever takes a window takes as many batches off the feed, and closes this when done. What cannot be read is told
     when it is its turn, not before.
@@ -274,14 +273,11 @@ def blank_batch(run: RunConfig, device: torch.device) -> Batch:
 
 def fill(record: Record, plan: Plan, device: torch.device = CPU) -> Batch:
     """The plan with its sequences' states, on the host; for a GPU in pinned memory."""
-    sequences = [record[index] for index in plan.indices]
-    is_pinned = device.type == "cuda"
+    sequences, is_pinned = [record[index] for index in plan.indices], device.type == "cuda"
     here: Plan = _with_tensors(plan, Tensor.pin_memory) if is_pinned else plan
-    taps_TLD = _joined([sequence.taps_TLD for sequence in sequences], is_pinned)
-    last_hidden_TD = _joined([sequence.last_hidden_TD for sequence in sequences], is_pinned)
-    scales = [sequence.tap_scales_TL for sequence in sequences if sequence.tap_scales_TL is not None]
-    scales_TL = _joined(scales, is_pinned) if scales else None
-    return Batch(**vars(here), taps_TLD=taps_TLD, last_hidden_TD=last_hidden_TD, tap_scales_TL=scales_TL)
+    scales = () if sequences[0].tap_scales_TL is None else ("tap_scales_TL",)
+    parts = {name: [getattr(each, name) for each in sequences] for name in ("taps_TLD", "last_hidden_TD", *scales)}
+    return Batch(**(vars(here) | {name: _joined(tensors, is_pinned) for name, tensors in parts.items()}))
 
 
 def _joined(parts: list[Tensor], is_pinned: bool) -> Tensor:

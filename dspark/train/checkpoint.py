@@ -4,15 +4,15 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dspark.config import TrainSection
 from dspark.distributed import spread, sum_over_ranks, whole
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError
@@ -20,23 +20,22 @@ from dspark.files import file_sha256, save_tensors, whole_folder
 from dspark.train.optimizer import ADAMW, EMA, moment_names
 
 KEPT_CHECKPOINTS = 2
+Tensors = dict[str, Tensor]
 STATE, PARAMETERS, MOMENTS = "state.json", "draft.safetensors", "moments.safetensors"
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a run is: optimisation steps done and sequences read, which fix the data order, anchors and schedule."""
 
     step: int
     sequences_seen: int
 
 
-def gather_state(draft: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def gather_state(draft: nn.Module, optimizer: Any) -> tuple[Tensors, Tensors]:
     """The draft's float32 parameters and what the optimizer keeps of them (``exp_avg.NAME`` and so on), on the CPU.
     ``draft`` is the bare model and ``optimizer`` accelerate's. Under ZeRO and FSDP2 every rank must call it.
     """
-    parameters: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
+    parameters, moments = Tensors(), Tensors()
     for name, parameter in draft.named_parameters():
         if not hasattr(parameter, "_hp_mapping"):
             parameters[name] = _on_cpu(whole(parameter.detach()))  # at once: no GPU has room for all of a spread state
@@ -61,6 +60,13 @@ def whole_draft(draft: DraftModel) -> DraftModel:
     return copy
 
 
+def finished_draft(draft: DraftModel, optimizer: Any, train: TrainSection) -> DraftModel:
+    """The whole draft to write, its moving average where the run keeps one. Every rank must call it."""
+    if train.ema_decay:
+        use_average(draft, optimizer)
+    return whole_draft(draft)
+
+
 @torch.no_grad()
 def use_average(draft: nn.Module, optimizer: Any) -> None:
     """Put the moving average that the optimizer keeps in place of the draft's parameters, to export it."""
@@ -71,9 +77,7 @@ def use_average(draft: nn.Module, optimizer: Any) -> None:
             parameter.copy_(optimizer.state[parameter][EMA])
 
 
-def save_checkpoint(
-    folder: Path, progress: Progress, parameters: dict[str, Tensor], moments: dict[str, Tensor]
-) -> Path:
+def save_checkpoint(folder: Path, progress: Progress, parameters: Tensors, moments: Tensors) -> Path:
     """Write ``folder/step-NNNNNNNN`` and drop all but the newest two. One process calls it.
     It is written beside its place, flushed and renamed: a kill at any moment leaves the whole of it or the ones before.
     """
@@ -81,7 +85,7 @@ def save_checkpoint(
     with whole_folder(place) as partial:
         save_tensors(parameters, partial / PARAMETERS)
         save_tensors(moments, partial / MOMENTS)
-        state = asdict(progress) | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
+        state = progress._asdict() | {"sha256": {name: file_sha256(partial / name) for name in (PARAMETERS, MOMENTS)}}
         (partial / STATE).write_text(json.dumps(state | {"seal": _seal(state)}, indent=2) + "\n", encoding="utf-8")
     for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
         shutil.rmtree(old)
@@ -117,8 +121,7 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
             if not hasattr(parameter, "_hp_mapping"):
                 optimizer.state[parameter] = {key: spread(value, parameter) for key, value in found.items()}
                 if ADAMW[0] in found:  # Muon counts no steps
-                    step = torch.tensor(float(progress.step), device=parameter.device)
-                    optimizer.state[parameter]["step"] = step
+                    optimizer.state[parameter]["step"] = torch.tensor(float(progress.step), device=parameter.device)
             else:
                 slices = _slices(parameter, optimizer, names[name], progress.step)
                 for piece, value in zip(slices, [parameters[name], *found.values()], strict=True):
@@ -126,8 +129,7 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
     return progress
 
 
-@dataclass(frozen=True)
-class _Slice:
+class _Slice(NamedTuple):
     """This rank's part of a flattened tensor: ``own`` is a view of it, ``begin`` its first element's place."""
 
     own: Tensor
@@ -172,13 +174,12 @@ def _read_state(place: Path) -> dict[str, Any]:
     return state
 
 
-def _read_tensors(place: Path, name: str, state: dict[str, Any]) -> dict[str, Tensor]:
+def _read_tensors(place: Path, name: str, state: dict[str, Any]) -> Tensors:
     path, expected = place / name, state["sha256"][name]
     found = file_sha256(path) if path.is_file() else "no file"
     if found != expected:
         raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected}; delete {place}, then resume")
-    tensors: dict[str, Tensor] = load_file(path)
-    return tensors
+    return Tensors(load_file(path))
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -206,9 +206,7 @@ def _on_grid(x_N: Tensor, places_N: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def slot_metrics(
-    agreement: Agreement, confidence_logits_AK: Tensor | None, valid_AK: Tensor, weights_AK: Tensor
-) -> Metrics:
+def slot_metrics(agreement: Agreement, logits_AK: Tensor | None, valid_AK: Tensor, weights_AK: Tensor) -> Metrics:
     """Figures over valid slots, as (numerator, denominator) pairs.
 
     ``conditional_acceptance_k``: mean acceptance of slot k given that the slots before it were accepted;
@@ -221,9 +219,9 @@ def slot_metrics(
     sums_K = (acceptance_AK * valid_AK).sum(0)
     metrics = {f"conditional_acceptance_{k}": (sums_K[k], counts_K[k]) for k in range(len(counts_K))}
     metrics["argmax_agreement"] = (agreement.agrees_AK.sum(), counts_K.sum())
-    if confidence_logits_AK is None:
+    if logits_AK is None:
         return metrics
-    confidence_AK = confidence_logits_AK.sigmoid()
+    confidence_AK = logits_AK.sigmoid()
     gaps = {
         "confidence_bias": confidence_AK - acceptance_AK,
         "confidence_abs_error": (confidence_AK - acceptance_AK).abs(),

@@ -20,6 +20,9 @@ from dspark.train.objective import Metrics, Teacher, denominators, objective, su
 from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
 from dspark.train.timing import Stopwatch
 
+Priced = tuple[Tensor, Metrics]
+"""A loss, and what to log of it."""
+
 
 @dataclass(frozen=True)
 class Learner:
@@ -84,7 +87,7 @@ def make_graphs(learner: Learner) -> None:
         torch.autograd.grad(loss, taps_TLD)
 
 
-def micro_step(learner: Learner, here: Batch, pooled: Tensor, step: int, is_last: bool) -> tuple[Tensor, Metrics]:
+def micro_step(learner: Learner, here: Batch, pooled: Tensor, step: int, is_last: bool) -> Priced:
     """Forward and backward of one micro-batch; its gradients are added to those that are there.
 
     ``here`` is on the device, and so are the step's denominators, pooled. Returns: the loss and what to log, detached.
@@ -108,9 +111,7 @@ def draft_blocks(draft: nn.Module, here: Batch) -> DraftOutput:
     return output
 
 
-def judge_blocks(
-    learner: Learner, output: DraftOutput, here: Batch, pooled: Tensor, step: int
-) -> tuple[Tensor, Metrics]:
+def judge_blocks(learner: Learner, output: DraftOutput, here: Batch, pooled: Tensor, step: int) -> Priced:
     """The loss of what the draft said about a batch and what to log of it, as ``objective``."""
     section = learner.run.objective
     assert learner.draft.head_VD is not None

@@ -25,7 +25,7 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
 
     def run(target: str, weights: str, draft: str, folder: Path, emulated: int, mtp: tuple[int, ...]) -> dict[str, Any]:
         path = tmp_path / "headline.json"
-        headline.run(ALONE, headline.Job(target, weights, draft, folder, emulated, mtp, (20, 10), 2, path))
+        headline.run(ALONE, headline.Job(target, weights, folder, emulated, draft, mtp, (20, 10), 2, path))
         tree: dict[str, Any] = json.loads(path.read_text())
         return tree
 

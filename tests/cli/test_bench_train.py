@@ -29,15 +29,14 @@ from dspark.train.batches import Batch, Share, window_draws
 from dspark.train.measure import (
     MicroStep,
     RandomRecord,
-    Timing,
     clock,
     count_operations,
     least_bytes,
     parts,
     random_learner,
-    time_calls,
     whole_steps,
 )
+from dspark.train.measure.clock import Timing, time_calls
 from dspark.train.objective import Metrics
 from dspark.train.slots import lay_out
 from dspark.train.step import Learner, train_step

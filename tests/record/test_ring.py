@@ -1,5 +1,6 @@
 """A few shards are there at a time, always those that training reads next."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def record_missing(ring: Ring) -> None:
     turns = take_turns(missing, leases, 0.01)
     capture(
         make_target(), SEQUENCES, ring.manifest, turns,
-        lambda n, sizes: ShardWriter(ring.folder, ring.manifest, n, leases, sizes), lambda *_: None,
+        partial(ShardWriter, ring.folder, ring.manifest, leases), lambda *_: None,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -18,7 +18,7 @@ from dspark.errors import ConfigError, DsparkError
 from dspark.files import write_whole
 from dspark.kernels import MAX_TOKENS
 from dspark.provenance import describe_launch
-from dspark.target.config import TargetConfig, load_target_config
+from dspark.target.config import load_target_config
 from dspark.target.loading import locate_target
 from dspark.verifier import Precision, Shard, Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
 from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, draft_weights, random_draft
@@ -29,23 +29,37 @@ from dspark.verifier.timing import Clock, read_bandwidth, read_trace, slack_toke
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEVICE, DTYPE, SEED = "cuda", torch.bfloat16, 0
 NUM_TAPS = 5
+RANDOM = "random"
+PartT = TypeVar("PartT")
+Json = Annotated[Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")]
 
 bench = typer.Typer(help="Measure how fast a part of the system is.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@bench.callback()
-def _commands() -> None:
-    """Measure how fast a part of the system is."""
-
-
 @dataclass(frozen=True)
-class Job:
-    """What every rank measures; ``emulated`` is how many ranks the one at work is a part of."""
+class Model:
+    """A target on random ``weights`` or on those in its folder; ``emulated`` is how many ranks one is part of."""
 
     target: str
     weights: str
     folder: Path
     emulated: int
+
+    def shard(self, ranks: Ranks) -> Shard:
+        """The part of a rank."""
+        return Shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else Shard(0, self.emulated)
+
+    def open(self, draw: Callable[..., PartT], load: Callable[..., PartT], *part: Any, device: str) -> PartT:
+        """Its weights, or those of its prediction layer; ``part``: the shard and the dtypes."""
+        if self.weights == RANDOM:
+            return draw(load_target_config(self.folder), *part, SEED, device)
+        return load(self.folder, *part, device)
+
+
+@dataclass(frozen=True)
+class Job(Model):
+    """What every rank measures."""
+
     windows: tuple[int, ...]
     context: int
     draft: str
@@ -57,7 +71,7 @@ class Job:
 
 def verify(
     target: Annotated[str, typer.Option(help="A name (ling-3.0-flash, ...) or a Hugging Face folder.")],
-    weights: Annotated[str, typer.Option(help="random, or a folder of weights.")] = "random",
+    weights: Annotated[str, typer.Option(help="random, or a folder of weights.")] = RANDOM,
     tp: Annotated[int, typer.Option(min=1, help="Ranks, one GPU each, that work together.")] = 1,
     emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
     tokens: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "9",
@@ -66,53 +80,40 @@ def verify(
         str, typer.Option(help="uniform, or a safetensors trace of a text: expert_ids [tokens, MoE layers, picks].")
     ] = "uniform",
     draft: Annotated[
-        str,
-        typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN)."),
+        str, typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN).")
     ] = "",
     float32: Annotated[str, typer.Option(help="What is float32 and not bfloat16: router, head or router,head.")] = "",
     prefill: Annotated[
         int, typer.Option(min=0, help="Also time a prefill of so many tokens, routed by the router.")
     ] = 0,
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Time a verify step of the fused verifier, stage by stage and whole, against this GPU's read bandwidth.
 
     Needs a CUDA GPU of compute capability 9.0 or later.
     """
-    if tp > 1 and emulate_tp > 1:
-        raise ConfigError("--tp measures ranks that work together, --emulate-tp one of them alone; give only one")
-    found = torch.cuda.device_count()
-    if 1 < tp > found > 0:
-        raise DsparkError(f"--tp {tp}: found {found} GPU{'s' * (found != 1)}; use fewer ranks or --emulate-tp {tp}")
+    check_ranks(tp, emulate_tp)
     if draft not in {"", "dspark", "mtp"}:
         raise ConfigError(f"--draft: expected dspark or mtp, got {draft!r}")
     precision = Precision(DTYPE, frozenset(float32.split(",")) if float32 else frozenset())
-    windows = _windows(tokens)
+    windows = numbers("--tokens", tokens, MAX_TOKENS)
     if draft and max(windows) == 1:
         raise ConfigError("--draft: a window of one token has no draft in it; give --tokens of 2 or more")
     if draft == "dspark" and max(windows) > (most := load_run(run_file(target)).draft.block_size + 1):
         raise ConfigError(f"--tokens: a draft of {target} and the token before it are {most} at most, got {tokens!r}")
-    folder = locate_target(weights) if weights != "random" else config_folder(target)
-    if weights != "random" and load_target_config(folder) != load_target_config(config_folder(target)):
+    folder = locate_target(weights) if weights != RANDOM else config_folder(target)
+    if weights != RANDOM and load_target_config(folder) != load_target_config(config_folder(target)):
         raise ConfigError(f"--weights: the config.json of {folder} is not that of {target}; give both the same target")
     if routing != "uniform":
         read_trace(Path(routing), load_target_config(folder), max(windows))
-    if not torch.cuda.is_available():
-        raise DsparkError("bench verify: needs a CUDA GPU, and torch finds none on this machine")
     job = Job(target, weights, folder, emulate_tp, windows, context, draft, routing, prefill, json, precision)
-    if tp > 1:
-        start(partial(run, job=job), tp, DEVICE)
-    else:
-        run(ALONE, job)
+    on_gpus("verify", partial(run, job=job), tp)
 
 
 def run(ranks: Ranks, job: Job) -> None:
     """Measure on one rank; the first one prints and writes."""
     console = Console(soft_wrap=True, highlight=False, quiet=ranks.rank > 0)
-    config, device = load_target_config(job.folder), torch.device(DEVICE)
-    shard = Shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else Shard(0, job.emulated)
+    config, device, shard = load_target_config(job.folder), torch.device(DEVICE), job.shard(ranks)
     capacity_tokens = job.context + slack_tokens(max(job.windows))
     plan = make_plan(config, shard, capacity_tokens, job.precision, device, has_mtp=job.draft == "mtp")
     label = f"one rank of {job.emulated}, communication left out" if job.emulated > 1 else "the whole model on one GPU"
@@ -120,20 +121,11 @@ def run(ranks: Ranks, job: Job) -> None:
         label = f"{ranks.world_size} ranks with communication, seen by the first"
     if wide := sorted(job.precision.float32):
         label += f"; {' and '.join(wide)} in float32"
-    routing = "its own" if job.routing == "uniform" and job.weights != "random" else job.routing
+    routing = "its own" if job.routing == "uniform" and job.weights != RANDOM else job.routing
     console.print(f"{job.target}, {job.weights} weights, routing: {routing}, {label}; {plan.total_bytes / 1e9:.1f} GB")
     plan.check(free_bytes(device), torch.cuda.get_device_name(device))
-    report: dict[str, Any] = {
-        "target": job.target,
-        "weights": job.weights,
-        "routing": routing,
-        "label": label,
-        "float32": wide,
-        "context": job.context,
-        "plan_bytes": plan.parts(),
-        "provenance": describe_launch(sys.argv),
-        "windows": [],
-    }
+    report = new_report(target=job.target, weights=job.weights, routing=routing, label=label, float32=wide)
+    report |= {"context": job.context, "plan_bytes": plan.parts(), "windows": []}
     save = partial(save_report, report, job.json if ranks.rank == 0 else None)
     save()
     ranks.reserve(config.hidden_size)
@@ -143,11 +135,8 @@ def run(ranks: Ranks, job: Job) -> None:
     console.print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s; start of a graph {clock.start_microseconds:.1f} us")
     torch.cuda.empty_cache()
     taps = tuple(range(0, config.num_hidden_layers - 1, -(-config.num_hidden_layers // NUM_TAPS)))
-    drafter_of, draft_taps = _drafters(job, config, shard)
-    if job.weights == "random":
-        weights = random_weights(config, shard, job.precision, SEED, DEVICE)
-    else:
-        weights = load_weights(job.folder, shard, job.precision, DEVICE)
+    drafter_of, draft_taps = _drafters(job, shard)
+    weights = job.open(random_weights, load_weights, shard, job.precision, device=DEVICE)
     verifier = Verifier(weights, capacity_tokens, draft_taps or taps, ranks=ranks)
     trace_NLK = None if job.routing == "uniform" else read_trace(Path(job.routing), config, max(job.windows))
     rows = Rows(verifier, clock, bandwidth, job.context, console, trace_NLK)
@@ -162,21 +151,40 @@ def run(ranks: Ranks, job: Job) -> None:
         save()
 
 
-def _drafters(
-    job: Job, config: TargetConfig, shard: Shard
-) -> tuple[Callable[[Verifier, int], Drafter] | None, tuple[int, ...]]:
+def _drafters(job: Job, shard: Shard) -> tuple[Callable[[Verifier, int], Drafter] | None, tuple[int, ...]]:
     """What makes a drafter of so many tokens for a verifier, and the layers that it taps."""
     if not job.draft:
         return None, ()
     if job.draft == "mtp":
-        if job.weights == "random":
-            mtp = random_mtp(config, shard, job.precision, SEED, DEVICE)
-        else:
-            mtp = load_mtp(job.folder, shard, job.precision, DEVICE)
+        mtp = job.open(random_mtp, load_mtp, shard, job.precision, device=DEVICE)
         return (lambda verifier, num_drafts: MtpDrafter(verifier, mtp, num_drafts)), ()
     draft = random_draft(load_run(run_file(job.target)).draft, DTYPE, DEVICE, SEED)
     own = draft_weights(draft, shard, DTYPE, DEVICE)
     return (lambda verifier, num_drafts: BlockDrafter(verifier, own, num_drafts)), draft.config.target_layer_ids
+
+
+def check_ranks(tp: int, emulate_tp: int) -> None:
+    """Raises: ConfigError and DsparkError for ranks that cannot be measured here."""
+    if tp > 1 and emulate_tp > 1:
+        raise ConfigError("--tp measures ranks that work together, --emulate-tp one of them alone; give only one")
+    found = torch.cuda.device_count()
+    if 1 < tp > found > 0:
+        raise DsparkError(f"--tp {tp}: found {found} GPU{'s' * (found != 1)}; use fewer ranks or --emulate-tp {tp}")
+
+
+def on_gpus(name: str, work: Callable[[Ranks], None], tp: int) -> None:
+    """Do the work on so many ranks. Raises: DsparkError where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise DsparkError(f"bench {name}: needs a CUDA GPU, and torch finds none on this machine")
+    if tp > 1:
+        start(work, tp, DEVICE)
+    else:
+        work(ALONE)
+
+
+def new_report(**facts: Any) -> dict[str, Any]:
+    """What begins with where it comes from."""
+    return {"provenance": describe_launch(sys.argv)} | facts
 
 
 def save_report(report: dict[str, Any], path: Path | None) -> None:
@@ -186,11 +194,12 @@ def save_report(report: dict[str, Any], path: Path | None) -> None:
         write_whole(path, json_text.dumps(report, indent=2) + "\n")
 
 
-def _windows(tokens: str) -> tuple[int, ...]:
-    parts = tokens.split(",")
-    if not all(len(part) < 5 and part.strip().isdecimal() and 1 <= int(part) <= MAX_TOKENS for part in parts):
-        raise ConfigError(f"--tokens: expected numbers in 1..{MAX_TOKENS}, separated by commas, got {tokens!r}")
-    return tuple(int(part) for part in parts)
+def numbers(option: str, listed: str, most: int) -> tuple[int, ...]:
+    """What commas separate. Raises: ConfigError for what is no number from 1 to ``most``."""
+    parts = listed.split(",")
+    if not all(len(part) < 5 and part.strip().isdecimal() and 1 <= int(part) <= most for part in parts):
+        raise ConfigError(f"{option}: expected numbers in 1..{most}, separated by commas, got {listed!r}")
+    return tuple(map(int, parts))
 
 
 def run_file(target: str) -> Path:

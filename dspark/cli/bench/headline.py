@@ -1,6 +1,5 @@
 """dspark bench headline: plain decoding, NEXTN and DSpark at a fixed length, and the published figures."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,60 +10,36 @@ import torch
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from dspark.cli.bench import DEVICE, DTYPE, SEED, config_folder, run_file, save_report
-from dspark.config import load_run
+from dspark.cli import bench
+from dspark.cli.bench import DEVICE, DTYPE, RANDOM, SEED, Json, config_folder, run_file
+from dspark.config import load_run, read_yaml
 from dspark.decode.engine import SLACK_TOKENS, CycleSpeaker
 from dspark.decode.sampling import Sampling
-from dspark.errors import ConfigError, DsparkError
+from dspark.errors import ConfigError
 from dspark.eval.measure import decode_prompts, summarise
 from dspark.export import read_draft, read_draft_config
-from dspark.provenance import describe_launch
 from dspark.target.config import load_target_config
 from dspark.target.loading import locate_target
-from dspark.verifier import Shard, Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
+from dspark.verifier import Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
 from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, NoDrafter, draft_weights, random_draft
 from dspark.verifier.plan import free_bytes
-from dspark.verifier.ranks import ALONE, Ranks, start
+from dspark.verifier.ranks import Ranks
 from dspark.verifier.timing import replay, uniform_trace
 
-RANDOM = "random"
 ANSWER_TOKENS = 5000
 TRACE_TOKENS = 128
 FIXED_LENGTHS = {"NEXTN": (3.25,), "DSpark": (3.25, 5.29)}
 """Acceptance lengths at which random weights, whose own mean nothing, are read, beside that of a whole window: NEXTN's
 of the LMSYS run, and DSpark's over nine tasks by the card of Ling-3.0-flash-dspark."""
-PUBLISHED = (
-    ("plain", "4 B200", "3.33", "-", "288", "1", "1"),
-    ("NEXTN, 5", "4 B200", "1.53", "-", "606", "3.25", "1"),
-    ("DSpark", "4 B200", "0.78", "0.51", "1120", "9.95 (*)", "1"),
-    ("NEXTN", "4 B200", "2.34", "-", "-", "-", "2"),
-    ("DSpark", "4 B200", "0.78", "-", "-", "6.22 (**)", "2"),
-    ("plain", "4 H20", "3.35", "-", "290", "1", "3"),
-    ("NEXTN, 3", "4 H20", "1.91", "-", "443", "-", "3"),
-)
-"""Published by others: SGLang, Ling-3.0-flash in bf16, one request at a time. Source: specs/verifier-kernels.md 1a (A1,
-A2, A4, A7); the card's lengths: specs/dspark.md 7.3."""
-PUBLISHED_NOTE = (
-    "SGLang, Ling-3.0-flash, bf16, four GPUs, one request at a time; 8192 tokens in and 1024 out, for [3] 128 in.\n"
-    "[1] LMSYS blog, 2026-08-21  [2] github.com/sgl-project/sglang, PR 35861  [3] github.com/runzhliu/aik8s\n"
-    "(*) more than a block of 8 and its bonus token can commit: another block or another definition. (**) of GSM8K."
-    "\nAcceptance lengths by the card of Ling-3.0-flash-dspark (hardware and sampling not stated), mean 5.29: GSM8K\n"
-    "6.40, MATH-500 6.29, AIME25 5.56, HumanEval 6.57, MBPP 6.34, LiveCodeBench 5.33, MT-Bench 3.92, Alpaca 3.51,\n"
-    "Arena-Hard 3.72"
-)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every rank measures; ``emulated`` is how many ranks the one at work is a part of."""
+class Job(bench.Model):
+    """What every rank measures."""
 
-    target: str
-    weights: str
     draft: str
-    folder: Path
-    emulated: int
     mtp: tuple[int, ...]
     tokens: tuple[int, int]
     num_prompts: int
@@ -81,9 +56,7 @@ def headline(
     prompt_tokens: Annotated[int, typer.Option(min=1, max=10**6, help="Random ids of a prompt.")] = 8192,
     new_tokens: Annotated[int, typer.Option(min=2, max=10**6, help="Of every text; no stop token ends it.")] = 1024,
     num_prompts: Annotated[int, typer.Option(min=1, max=1000)] = 4,
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Decode the field's fixed workload plainly, with NEXTN and with DSpark: one request at a time, greedy, bf16.
 
@@ -91,31 +64,21 @@ def headline(
     the time per token is given at the published acceptance lengths and at that of a whole window. Needs a CUDA GPU of
     compute capability 9.0 or 10.0.
     """
-    if tp > 1 and emulate_tp > 1:
-        raise ConfigError("--tp measures ranks that work together, --emulate-tp one of them alone; give only one")
+    bench.check_ranks(tp, emulate_tp)
     if (weights == RANDOM) != (draft == RANDOM):
         raise ConfigError("--weights, --draft: give both as folders or both as random; one alone says nothing")
-    parts = [part for part in mtp.split(",") if part]
-    if not all(part.isdecimal() and len(part) < 3 and 1 <= int(part) <= 15 for part in parts):
-        raise ConfigError(f"--mtp: expected numbers in 1..15, separated by commas, got {mtp!r}")
+    lengths = bench.numbers("--mtp", mtp, 15) if mtp else ()
     folder = locate_target(weights) if weights != RANDOM else config_folder(target)
     if draft == RANDOM:
         run_file(target)
-    if not torch.cuda.is_available():
-        raise DsparkError("bench headline: needs a CUDA GPU, and torch finds none on this machine")
-    lengths = (prompt_tokens, new_tokens)
-    job = Job(target, weights, draft, folder, emulate_tp, tuple(map(int, parts)), lengths, num_prompts, json)
-    if tp > 1:
-        start(partial(run, job=job), tp, DEVICE)
-    else:
-        run(ALONE, job)
+    job = Job(target, weights, folder, emulate_tp, draft, lengths, (prompt_tokens, new_tokens), num_prompts, json)
+    bench.on_gpus("headline", partial(run, job=job), tp)
 
 
 def run(ranks: Ranks, job: Job) -> None:
     """Measure on one rank; the first one prints and writes."""
     console = Console(soft_wrap=True, highlight=False, markup=False, quiet=ranks.rank > 0)
-    config, device = load_target_config(job.folder), torch.device(DEVICE)
-    shard = Shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else Shard(0, job.emulated)
+    config, device, shard = load_target_config(job.folder), torch.device(DEVICE), job.shard(ranks)
     prompt_tokens, new_tokens = job.tokens
     capacity_tokens = prompt_tokens + new_tokens + SLACK_TOKENS
     plan = make_plan(config, shard, capacity_tokens, DTYPE, device, has_mtp=bool(job.mtp))
@@ -124,18 +87,12 @@ def run(ranks: Ranks, job: Job) -> None:
     if job.emulated > 1:
         label = f"one rank of {job.emulated}, emulated: their exchange is left out"
     label += f", {torch.cuda.get_device_name(device)}, {job.weights} weights"
-    report: dict[str, Any] = asdict(job) | {"folder": job.folder.name, "json": None, "label": label, "rows": []}
-    report |= {"provenance": describe_launch(sys.argv)}
+    report = bench.new_report(**asdict(job)) | {"folder": job.folder.name, "json": None, "label": label, "rows": []}
     is_random = job.weights == RANDOM
-    if is_random:
-        weights = random_weights(config, shard, DTYPE, SEED, DEVICE)
-    else:
-        weights = load_weights(job.folder, shard, DTYPE, DEVICE)
+    weights = job.open(random_weights, load_weights, shard, DTYPE, device=DEVICE)
     made = load_run(run_file(job.target)).draft if job.draft == RANDOM else read_draft_config(Path(job.draft))
     verifier = Verifier(weights, capacity_tokens, made.target_layer_ids, ranks=ranks)
-    if (
-        is_random
-    ):  # its text says one thing again and again and visits few experts: all but NEXTN's layer are routed evenly
+    if is_random:  # its text repeats itself and visits few experts: all but NEXTN's layer are routed evenly
         trace_NLK = uniform_trace(config, TRACE_TOKENS, SEED)
         report["routing"] = [replay(verifier, trace_NLK, 1 + n) for n in (0, *job.mtp, made.block_size)]
     generator = torch.Generator().manual_seed(SEED)
@@ -150,22 +107,17 @@ def run(ranks: Ranks, job: Job) -> None:
         report["rows"].append(row | {"measurement": asdict(measured)})
         console.print(f"{name}: a round takes {decoding / num_rounds * 1e3:.3f} ms")
         if ranks.rank == 0:
-            save_report(report, job.json)
-    console.print(
-        _table(report["rows"], f"{job.target}, {label}; {prompt_tokens} -> {new_tokens}", is_random, new_tokens)
-    )
-    console.print(_published())
+            bench.save_report(report, job.json)
+    title = f"{job.target}, {label}; {prompt_tokens} -> {new_tokens}"
+    console.print(_table(report["rows"], title, is_random, new_tokens), _published())
 
 
 def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Drafter]]]:
     """What is compared, and what makes its drafter; a drafter's weights are there while it is measured."""
-    own, shard, config = verifier.weights, verifier.weights.shard, verifier.config
+    own, shard = verifier.weights, verifier.weights.shard
     yield "plain", partial(NoDrafter, verifier)
     if job.mtp:
-        is_random = job.weights == RANDOM
-        mtp = (
-            random_mtp(config, shard, DTYPE, SEED, DEVICE) if is_random else load_mtp(job.folder, shard, DTYPE, DEVICE)
-        )
+        mtp = job.open(random_mtp, load_mtp, shard, DTYPE, device=DEVICE)
         for number in job.mtp:
             yield f"NEXTN, {number}", partial(MtpDrafter, verifier, mtp, number)
     if job.draft == RANDOM:
@@ -179,22 +131,17 @@ def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Draf
 
 
 def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: int) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
-    table.add_column("decoding", no_wrap=True)
-    for name in ("length", "round", "first", "TPOT", "median", "tokens/s", "answer"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("length", "round", "first", "TPOT", "median", "tokens/s", "answer")
+    table = Table(Column("decoding", no_wrap=True), *(Column(n, justify="right", no_wrap=True) for n in names))
+    table.title, table.title_justify, table.caption_justify, table.box = title, "left", "left", SIMPLE
     for row in rows:
         kind, timing, num_drafts = row["decoding"].split(",")[0], row["measurement"]["timing"], row["num_drafts"]
         first, pace, round_seconds = timing["first_token"]["median"], timing["time_per_token"], row["round_seconds"]
         found = row["measurement"]["acceptance"]
-        choices: list[tuple[str, float, float]] = []
-        if is_random and num_drafts:
-            for length in (*FIXED_LENGTHS[kind], float(num_drafts + 1)):
-                choices.append((f"at {length:g}", round_seconds / length, round_seconds / length))
-        else:
-            own = f"{found['mean_acceptance_length']:.2f}" if found else "1"
-            choices.append((own, pace["mean"], pace["median"]))
-        for said, mean, median in choices:
+        lengths = (*FIXED_LENGTHS[kind], num_drafts + 1) if is_random and num_drafts else ()
+        read = [(f"at {length:g}", round_seconds / length, round_seconds / length) for length in lengths]
+        own = f"{found['mean_acceptance_length']:.2f}" if found else "1"
+        for said, mean, median in read or [(own, pace["mean"], pace["median"])]:
             answer = first + (ANSWER_TOKENS - 1) * mean
             speed = new_tokens / (first + (new_tokens - 1) * mean)
             cells = (said, f"{round_seconds * 1e3:.2f}", f"{first * 1e3:.0f}", f"{mean * 1e3:.3f}")
@@ -212,10 +159,9 @@ def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: 
 
 
 def _published() -> Table:
-    table = Table(title="published by others, not measured here", title_justify="left", box=SIMPLE)
-    table.caption, table.caption_justify = PUBLISHED_NOTE, "left"
-    for name in ("decoding", "GPUs", "TPOT", "median", "tokens/s", "length", "source"):
-        table.add_column(name, no_wrap=True)
-    for row in PUBLISHED:
+    found = read_yaml(Path(__file__).with_name("published.yaml"), "the published figures")
+    table = Table(*(Column(name, no_wrap=True) for name in found["columns"]), title_justify="left", box=SIMPLE)
+    table.title, table.caption, table.caption_justify = "published by others, not measured here", found["note"], "left"
+    for row in found["rows"]:
         table.add_row(*row)
     return table

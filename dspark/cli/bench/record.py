@@ -1,8 +1,6 @@
 """dspark bench record: how fast a target's states are recorded, beside its bare forward pass, and read back."""
 
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,19 +10,19 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from torch.utils.benchmark import timer
 
-from dspark.cli.bench import config_folder, save_report
+from dspark.cli.bench import Json, config_folder, new_report, save_report
 from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import Encoded
-from dspark.provenance import describe_launch
 from dspark.record.capture import TOKENS_PER_CALL, capture
 from dspark.record.format import Manifest, group_by_tokens, plan_shards
 from dspark.record.leases import Leases
 from dspark.record.reader import RecordReader
 from dspark.record.writer import ShardWriter, start_record
 from dspark.target.config import load_target_config
-from dspark.target.loading import load_target, target_facts
+from dspark.target.loading import load_target
 from dspark.types import Target
 from dspark.verifier import Shard, random_weights
 from dspark.verifier.reading import PackedReader
@@ -38,9 +36,7 @@ def record(
     length: Annotated[int, typer.Option(min=2, max=10**6, help="Of a sequence; its second half is predicted.")] = 1024,
     folder: Annotated[Path | None, typer.Option(help="On the disk to write to.  [default: the temporary one]")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
-    ] = None,
+    json: Json = None,
     device: Device = DEFAULT_DEVICE,
 ) -> None:
     """Time recording random ids through the code that dspark record runs, three times after one that is not counted.
@@ -49,27 +45,26 @@ def record(
     target of which only the shape is here. Two threads read whole sequences back at random, from the page cache.
     """
     run = load_run(config, tuple(overrides or ()))
-    target, sequences = open_target(run, device), random_sequences(run, tokens, length)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    report: dict[str, Any] = {
-        "provenance": describe_launch(sys.argv),
-        "target": run.target.path,
-        "taps": run.record.taps,
-    }
+    target, generator = open_target(run, device), torch.Generator().manual_seed(run.seed)
+    loss_mask_T, num_sequences = torch.arange(length) >= length // 2, max(1, tokens // length)
+    draws = (torch.randint(target.vocab_size, (length,), generator=generator) for _ in range(num_sequences))
+    sequences = [Encoded(ids_T, loss_mask_T, "random") for ids_T in draws]
+    manifest = describe(run, target, sequences)
     with TemporaryDirectory(dir=folder) as place:
-        bare, recording = [], []
-        for number in range(4):
-            manifest = describe(run, target, sequences, Path(place) / str(number))
-            bare.append(timed(device, partial(read_only, target, sequences)))
-            recording.append(timed(device, partial(write, target, sequences, manifest, Path(place) / str(number))))
-        reading = min(timed("cpu", partial(read_back, Path(place) / "3")) for _ in range(3))
-    num_tokens, best = manifest.num_tokens, [min(times[1:]) for times in (bare, recording)]
-    report |= {"tokens": num_tokens, "bytes": manifest.num_bytes, "bare_seconds": bare[1:], "seconds": recording[1:]}
-    report["reading_seconds"] = reading
-    rates = [num_tokens / seconds for seconds in best]
-    console.print(f"{num_tokens} tokens in sequences of {length}, {manifest.num_bytes / num_tokens / 1e3:.2f} kB each")
+        folders = [Path(place) / str(number) for number in range(4)]
+        for each in folders:
+            start_record(each, manifest)
+        pairs = [(timed(read, target, sequences), timed(write, target, sequences, manifest, each)) for each in folders]
+        reading = min(timed(read_back, folders[-1]) for _ in range(3))
+    bare, recording = map(list, zip(*pairs[1:], strict=True))
+    num_tokens, num_bytes = manifest.num_tokens, manifest.num_bytes
+    report = new_report(target=run.target.path, taps=run.record.taps, tokens=num_tokens, bytes=num_bytes)
+    report |= {"bare_seconds": bare, "seconds": recording, "reading_seconds": reading}
+    rates = num_tokens / min(bare), num_tokens / min(recording)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{num_tokens} tokens in sequences of {length}, {num_bytes / num_tokens / 1e3:.2f} kB each")
     console.print(f"bare forward pass {rates[0]:,.0f} tokens/s; recording {rates[1]:,.0f}: {rates[1] / rates[0]:.1%}")
-    console.print(f"read back, whole sequences at random: {manifest.num_bytes / reading / 1e9:.2f} GB/s")
+    console.print(f"read back, whole sequences at random: {num_bytes / reading / 1e9:.2f} GB/s")
     save_report(report, json)
 
 
@@ -81,28 +76,17 @@ def open_target(run: RunConfig, device: str) -> Target[Any]:
     return load_target(folder, target_layer_ids=layers, dtype=dtype, device=device)
 
 
-def random_sequences(run: RunConfig, num_tokens: int, length: int) -> list[Encoded]:
-    """Of random ids, drawn by the run's seed."""
-    generator, loss_mask_T = torch.Generator().manual_seed(run.seed), torch.arange(length) >= length // 2
-    vocab_size = target_facts(config_folder(run.target.path)).vocab_size
-    draws = (torch.randint(vocab_size, (length,), generator=generator) for _ in range(max(1, num_tokens // length)))
-    return [Encoded(ids_T, loss_mask_T, "random") for ids_T in draws]
-
-
-def describe(run: RunConfig, target: Target[Any], sequences: list[Encoded], folder: Path) -> Manifest:
-    """The manifest of a record of them, which is begun."""
+def describe(run: RunConfig, target: Target[Any], sequences: list[Encoded]) -> Manifest:
+    """The manifest of a record of them."""
     sizes = [len(each.ids_T) for each in sequences], [each.num_supervised for each in sequences]
-    manifest = Manifest(
-        target=run.target.path, target_fingerprint="0" * 64, tokenizer_fingerprint="0" * 64, text_sha256="0" * 64,
-        target_layer_ids=run.draft.target_layer_ids, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
-        dtype=run.target.dtype, taps=run.record.taps, answers="given", thinking=(False,), temperatures=(),
-        shard_tokens=run.record.shard_tokens, shards=plan_shards(*sizes, run.record.shard_tokens),
-    )  # fmt: skip
-    start_record(folder, manifest)
-    return manifest
+    made: dict[str, Any] = run.record.model_dump(include={"taps", "shard_tokens"}) | run.target.model_dump()
+    made |= {"target": made.pop("path"), "answers": "given", "thinking": (False,), "temperatures": ()}
+    made |= dict.fromkeys(("target_fingerprint", "tokenizer_fingerprint", "text_sha256"), "0" * 64)
+    made |= {name: getattr(target, name) for name in ("target_layer_ids", "hidden_size", "vocab_size")}
+    return Manifest(**made, shards=plan_shards(*sizes, run.record.shard_tokens))
 
 
-def read_only(target: Target[Any], sequences: list[Encoded]) -> None:
+def read(target: Target[Any], sequences: list[Encoded]) -> None:
     """The forward pass of every pack."""
     for group in group_by_tokens([len(each.ids_T) for each in sequences], TOKENS_PER_CALL):
         target.prefill([each.ids_T for each in sequences[group.start : group.stop]])
@@ -110,12 +94,8 @@ def read_only(target: Target[Any], sequences: list[Encoded]) -> None:
 
 def write(target: Target[Any], sequences: list[Encoded], manifest: Manifest, folder: Path) -> None:
     """Record, to the last flush."""
-    leases = Leases(folder)
-
-    def open_shard(index: int, sizes: Sequence[tuple[int, int]]) -> ShardWriter:
-        return ShardWriter(folder, manifest, index, leases, sizes)
-
-    capture(target, sequences, manifest, range(len(manifest.shards)), open_shard, lambda sequences, tokens: None)
+    open_shard, shards = partial(ShardWriter, folder, manifest, Leases(folder)), range(len(manifest.shards))
+    capture(target, sequences, manifest, shards, open_shard, lambda sequences, tokens: None)
 
 
 def read_back(folder: Path) -> None:
@@ -126,10 +106,8 @@ def read_back(folder: Path) -> None:
             pass
 
 
-def timed(device: str, work: Callable[[], None]) -> float:
+def timed(work: Callable[..., None], *parts: Any) -> float:
     """Seconds, to the end of what a GPU was given."""
-    began = time.monotonic()
-    work()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.monotonic() - began
+    began = timer()
+    work(*parts)
+    return timer() - began

@@ -1,35 +1,22 @@
 """What dspark bench verify measures and prints: a window's step with its stages, and a draft's whole cycles."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 
-from dspark.verifier import Step, Verifier
+from dspark.verifier import Step, Verifier, timing
 from dspark.verifier.calls import Call
 from dspark.verifier.drafting import Cycle, Drafter, time_parts
-from dspark.verifier.timing import (
-    Clock,
-    distinct_experts,
-    fill,
-    matmul_flops,
-    product_flops,
-    record_step,
-    replay,
-    time_prefill,
-    time_stages,
-    time_step,
-)
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Measures one verifier after ``context`` tokens; all is kept in ``found`` and saved as it comes."""
 
     verifier: Verifier
-    clock: Clock
+    clock: timing.Clock
     bandwidth: float
     context: int
     console: Console
@@ -40,18 +27,18 @@ class Rows:
         verifier, clock, context = self.verifier, self.clock, self.context
         self.console.rule(f"T = {num_tokens}, context {context}", align="left")
         if self.trace_NLK is not None:
-            found["trace"] = replay(verifier, self.trace_NLK, num_tokens)
+            found["trace"] = timing.replay(verifier, self.trace_NLK, num_tokens)
             self.console.print(f"experts a layer (shared one included) over the trace's windows: {found['trace']}")
         hidden_TD = []
         for kind in ("plain", "chained"):
             verifier.is_chained = kind == "chained"
-            fill(verifier, num_tokens, context)
+            timing.fill(verifier, num_tokens, context)
             step = Step(verifier, num_tokens)
-            stages, eager = record_step(step)
+            stages, eager = timing.record_step(step)
             hidden_TD.append(step().hidden_TD.clone())
             is_finite, is_equal = bool(hidden_TD[-1].isfinite().all()), torch.equal(eager.hidden_TD, hidden_TD[-1])
-            experts = distinct_experts(stages)
-            timed = time_step(step, clock, context)
+            experts = timing.distinct_experts(stages)
+            timed = timing.time_step(step, clock, context)
             this = found[kind] = asdict(timed) | {"is_finite": is_finite, "is_replay_equal": is_equal, "stages": []}
             this["distinct_experts"] = experts
             self.console.print(
@@ -74,10 +61,10 @@ class Rows:
         """
         context, alone = self.context, found["chained"]["burst_microseconds"]
         for temperature in (0.0, 1.0):
-            fill(self.verifier, drafter.num_drafts + 1, context)
+            timing.fill(self.verifier, drafter.num_drafts + 1, context)
             generator = torch.Generator(self.verifier.weights.device).manual_seed(0)  # all ranks draw alike
             cycle = Cycle(self.verifier, drafter, temperature, generator)
-            timed = time_step(cycle, self.clock, context)
+            timed = timing.time_step(cycle, self.clock, context)
             parts = time_parts(cycle, self.clock, context)
             this = found[f"cycle_temperature_{temperature:g}"] = asdict(timed) | {"parts": parts, "stages": []}
             self.console.print(
@@ -87,15 +74,15 @@ class Rows:
             )
             save()
             names = {"Draft", "Context", "Update", "Accept", "Arg-max", "Head", "Result", "Start", "Next"}
-            stages = {k: calls for k, calls in record_step(cycle)[0].items() if k.split()[0] in names}
+            stages = {k: calls for k, calls in timing.record_step(cycle)[0].items() if k.split()[0] in names}
             self._stages(stages, this, save)
 
     def measure_prefill(self, num_tokens: int) -> dict[str, float]:
         """Reading so many tokens, as one sequence and as eight."""
-        peak, flops = matmul_flops(self.clock), num_tokens * product_flops(self.verifier.weights)
+        peak, flops = timing.matmul_flops(self.clock), num_tokens * timing.product_flops(self.verifier.weights)
         found = {"tokens": num_tokens, "matmul_flops_per_second": peak, "product_flops": flops}
         for num_sequences in sorted({1, min(8, num_tokens)}):
-            microseconds = time_prefill(self.verifier, self.clock, num_tokens, num_sequences)
+            microseconds = timing.time_prefill(self.verifier, self.clock, num_tokens, num_sequences)
             found[f"microseconds_{num_sequences}"] = microseconds
             rate = flops / microseconds * 1e6
             self.console.print(
@@ -111,13 +98,13 @@ class Rows:
         calls = {"MoE up, down": [call for pair in pairs for call in pair]}
         if not calls["MoE up, down"]:
             return None
-        (stage,) = time_stages(self.verifier, calls, self.clock, self.context)
+        (stage,) = timing.time_stages(self.verifier, calls, self.clock, self.context)
         share = stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth
         self.console.print(f"MoE up and down in turn: {2 * stage.microseconds:.1f} us a pair, {share:.1%}")
         return 2 * stage.microseconds
 
     def _stages(self, stages: dict[str, list[Call]], this: dict[str, Any], save: Callable[[], None]) -> None:
-        for stage in time_stages(self.verifier, stages, self.clock, self.context):
+        for stage in timing.time_stages(self.verifier, stages, self.clock, self.context):
             this["stages"].append(asdict(stage))
             share = stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth
             launches = "?" if stage.num_launches is None else f"{stage.num_launches:g}"
@@ -126,8 +113,7 @@ class Rows:
                 f"{stage.microseconds:8.2f} us {share:6.1%} {stage.microseconds * stage.num_calls:8.0f} us in all"
             )
             save()
-        this["num_bytes"], total = (
-            sum(row[key] * row["num_calls"] for row in this["stages"]) for key in ("num_bytes", "microseconds")
-        )
+        rows, keys = this["stages"], ("num_bytes", "microseconds")
+        this["num_bytes"], total = (sum(row[key] * row["num_calls"] for row in rows) for key in keys)
         this["floor_microseconds"] = floor = this["num_bytes"] / self.bandwidth * 1e6
         self.console.print(f"sum of stages {total:.0f} us; {this['num_bytes'] / 1e9:.2f} GB, byte floor {floor:.0f} us")

@@ -1,31 +1,20 @@
 """dspark bench train: how fast a micro-step and a whole step of a run's training are on this machine."""
 
 import os
-import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from accelerate.utils import DistributedType
 from rich.console import Console
 
-from dspark.cli.bench import save_report
+from dspark.cli.bench import Json, new_report, save_report
 from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.errors import ConfigError, DsparkError
-from dspark.provenance import describe_launch
-from dspark.train.measure import (
-    MicroStep,
-    RandomRecord,
-    Timing,
-    count_operations,
-    least_bytes,
-    random_learner,
-    time_calls,
-    whole_steps,
-)
+from dspark.train.measure import MicroStep, RandomRecord, count_operations, least_bytes, random_learner, whole_steps
+from dspark.train.measure.clock import Timing, time_calls
 from dspark.train.step import Learner
 from dspark.verifier.plan import free_bytes
 from dspark.verifier.timing import Clock, matmul_flops
@@ -43,9 +32,7 @@ def train(
         int, typer.Option(min=1, max=10**4, help="Micro-steps of a whole step, in place of train.accumulation_steps.")
     ] = 4,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Time training on made-up data of the target's size, through the code that train.py runs.
 
@@ -59,18 +46,12 @@ def train(
     accelerator = start_accelerator(run.train, os.environ, parent_command())
     device, need, free = accelerator.device, least_bytes(run), free_bytes(accelerator.device)
     if need > free:
-        raise DsparkError(
-            f"bench train: {run.name} takes {need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
-        )
+        sizes = f"{need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
+        raise DsparkError(f"bench train: {run.name} takes {sizes}")
     console = Console(soft_wrap=True, highlight=False, quiet=not accelerator.is_main_process)
-    report = {
-        "run": run.model_dump(mode="json"),
-        "processes": accelerator.num_processes,
-        "distributed": accelerator.distributed_type.value.lower(),
-        "mixed_precision": accelerator.mixed_precision,
-        "provenance": describe_launch(sys.argv),
-        "rows": [],
-    }
+    report = new_report(run=run.model_dump(mode="json"), processes=accelerator.num_processes, rows=[])
+    report["distributed"] = accelerator.distributed_type.value.lower()
+    report["mixed_precision"] = accelerator.mixed_precision
     table = Table(console, report, json if accelerator.is_main_process else None)
     table.begin(run, device)
     if device.type == "cuda":
@@ -121,8 +102,7 @@ def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
     table.end(tokens, step, alone, num_steps)
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Prints rows, and keeps and saves them as they come."""
 
     console: Console
@@ -133,9 +113,7 @@ class Table:
         """What is measured, where and of which commit."""
         facts, draft = self.report["provenance"], run.draft
         gpus = facts["hardware"]["gpus"]
-        versions = ", ".join(
-            f"{name} {facts['versions'][name]}" for name in ("torch", "triton") if name in facts["versions"]
-        )
+        versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items() if name in {"torch", "triton"})
         place = gpus[device.index or 0] if device.type == "cuda" else facts["hardware"]["processor"]
         self.console.print(
             f"{run.name}: {draft.num_hidden_layers} layers of {draft.hidden_size}, vocabulary {draft.vocab_size}, "
@@ -144,20 +122,19 @@ class Table:
             f"{self.report['processes']} x {place}, distributed: {self.report['distributed']}; {versions}; "
             f"commit {facts['commit']}"
         )
-        self.save()
+        save_report(self.report, self.path)
 
     def add(self, name: str, timing: Timing, flops: int) -> None:
         """A row: its time, its operations against the peak of products measured before, its memory."""
         rate, peak = flops / timing.milliseconds * 1e3, self.report.get("matmul_flops_per_second")
         share = rate / peak if peak else None
-        self.report["rows"].append({"name": name, **asdict(timing), "flops": flops, "share_of_matmul": share})
+        self.report["rows"].append({"name": name, **timing._asdict(), "flops": flops, "share_of_matmul": share})
         spread = f"({timing.least_milliseconds:.2f} - {timing.most_milliseconds:.2f})"
-        line = (
-            f"{name:34} {timing.milliseconds:9.2f} ms {spread:19} {flops / 1e12:8.2f} TFLOP {rate / 1e12:7.1f} TFLOP/s"
-        )
+        line = f"{name:34} {timing.milliseconds:9.2f} ms {spread:19} "
+        line += f"{flops / 1e12:8.2f} TFLOP {rate / 1e12:7.1f} TFLOP/s"
         line += "" if share is None else f" {share:6.1%}"
         self.console.print(line + ("" if timing.peak_bytes is None else f" {timing.peak_bytes / 1e9:6.2f} GB"))
-        self.save()
+        save_report(self.report, self.path)
 
     def end(self, tokens: int, step: Timing, alone: Timing | None, num_steps: int) -> None:
         """Tokens a second, and the part of a step that its micro-steps are: ``num_steps`` times the first row."""
@@ -168,8 +145,4 @@ class Table:
             self.report["share_in_micro_steps"] = share
             line += f"; {num_steps} x the first row are {share:.1%} of the step"
         self.console.print(line)
-        self.save()
-
-    def save(self) -> None:
-        """Write what there is, where a file was asked for."""
         save_report(self.report, self.path)

@@ -37,9 +37,8 @@ def contender_names(listed: str | None) -> tuple[str, ...]:
         if name == DRAFT:
             raise ConfigError(f"--baselines: {name!r} is the draft's own name; write ./{name} for that folder")
         if not (KNOWN.fullmatch(name) or (Path(name) / "config.json").is_file()):
-            raise ConfigError(
-                f"--baselines: {name!r} is not known; expected some of {FORMS}, N from 1, P a decimal between 0 and 1"
-            )
+            known = f"expected some of {FORMS}, N from 1, P a decimal between 0 and 1"
+            raise ConfigError(f"--baselines: {name!r} is not known; {known}")
     return tuple(sorted(names, key=lambda name: name != PLAIN))
 
 
@@ -63,9 +62,7 @@ class Models:
         kind, _, value = name.partition(":")
         target, config = self.target, self.draft.config
         makers: dict[str, Callable[[], Speaker]] = {
-            PLAIN: lambda: (
-                CycleSpeaker(target, NoDrafter(target)) if isinstance(target, Verifier) else PlainSpeaker(target)
-            ),
+            PLAIN: self._plain,
             "ngram": lambda: self._on_host(partial(LookupDrafter, config.block_size, config.vocab_size)),
             "untrained": lambda: self._drafted(target, self._untrained()),
             "mtp": lambda: self._mtp(int(value)),
@@ -74,6 +71,11 @@ class Models:
             "budget": lambda: self._on_host(self.draft, int(value)),
         }
         return makers.get(kind, lambda: self._from_folder(Path(name)))()
+
+    def _plain(self) -> Speaker:
+        if isinstance(self.target, Verifier):
+            return CycleSpeaker(self.target, NoDrafter(self.target))
+        return PlainSpeaker(self.target)
 
     def _on_host(self, draft: Draft, budget: int | None = None) -> Speaker:
         """Rounds that the host sees through, on the verifier too: no graph holds blocks of any length."""
@@ -99,10 +101,8 @@ class Models:
 
     def _untrained(self) -> DraftModel:
         like = self.draft.fc.weight
-        assert self.draft.embedding_VD is not None, "read_draft binds both tables"
-        assert self.draft.head_VD is not None
         draft = fresh_draft(self.draft.config, self.untrained_seed).to(like.device, like.dtype)
-        draft.bind(self.draft.embedding_VD, self.draft.head_VD)
+        draft.bind(self.target.embedding_VD, self.target.head_VD)
         return draft.eval()
 
     def _from_folder(self, folder: Path) -> Speaker:

@@ -5,9 +5,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -19,19 +18,12 @@ from dspark.config import EvalSection, TargetSection
 from dspark.data.chat import ChatFormat
 from dspark.decode.engine import SLACK_TOKENS
 from dspark.errors import ConfigError, DsparkError, PromptError
+from dspark.eval import report as tables
 from dspark.eval.comparison import DRAFT, Contender
 from dspark.eval.evaluation import REPORT_FILE, find_shared, pair_up, read_evaluation
 from dspark.eval.measure import Measurement
 from dspark.eval.records import JOURNAL_FILE, ROUNDS_FILE, Journal, open_journal, read_texts, write_rounds
-from dspark.eval.report import (
-    EvalReport,
-    comparison_tables,
-    difference_lines,
-    pairing_table,
-    speed_tables,
-    task_tables,
-    write_json,
-)
+from dspark.eval.report import EvalReport, write_json
 from dspark.eval.tasks import TaskPrompts, load_prompts
 from dspark.export import read_draft
 from dspark.provenance import describe_launch
@@ -41,13 +33,13 @@ from dspark.types import Target
 from dspark.verifier import Verifier
 from dspark.verifier.ranks import Ranks
 
+Group = tuple[Contender, ...]
 REFERENCE, VERIFIER = "reference", "verifier"
 TURN_TOKENS = 64
 """What a chat template writes around a turn and its answer, at most."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """An evaluation as it was asked for. ``seeds``: of the texts, and of the untrained draft."""
 
     target: TargetSection
@@ -112,7 +104,7 @@ def run(ranks: Ranks, job: Job) -> None:
         if job.out and ranks.rank > 0:
             # The first rank has opened it, for they met to load the verifier, and adds nothing before all decode.
             journal = Journal(None, read_texts(job.out / JOURNAL_FILE))
-        contenders: dict[str, tuple[Contender, ...]] = {}
+        contenders: dict[str, Group] = {}
         for name, found in prompts.items():
             stop_ids = () if found.is_endless else pair.facts.stop_token_ids
             match = Match(speakers, models, plan, stop_ids, seed, journal, ranks.rank == 0)
@@ -142,9 +134,8 @@ def _settings(job: Job, prompts: Mapping[str, TaskPrompts]) -> dict[str, Any]:
 def _describe_prompts(found: TaskPrompts) -> dict[str, Any]:
     """Where a task's prompts come from, and which they are."""
     digest = hashlib.sha256(repr([ids_T.tolist() for ids_T in found.ids]).encode()).hexdigest()
-    lengths = {"shortest": min(map(len, found.ids)), "longest": max(map(len, found.ids))}
     named = {"count": len(found.ids), "sha256": digest, "origin": found.origin, "is_synthetic": found.is_synthetic}
-    return named | {"tokens": lengths}
+    return named | {"tokens": {"shortest": min(map(len, found.ids)), "longest": max(map(len, found.ids))}}
 
 
 def _check_alike(ranks: Ranks, decided: Mapping[str, Any], target: Target[Any]) -> None:
@@ -172,27 +163,23 @@ def _load(ranks: Ranks, job: Job, pair: Pair, prompts: Mapping[str, TaskPrompts]
 
 
 def _refuse_faults(everyone: Sequence[Sequence[Measurement]]) -> None:
-    if faults := sum(m.equality.faults for measurements in everyone for m in measurements if m.equality):
-        raise DsparkError(
-            f"{faults} greedy texts are not the target's own, which no rounding explains: see A FAULT above"
-        )
+    if n := sum(m.equality.faults for measurements in everyone for m in measurements if m.equality):
+        raise DsparkError(f"{n} greedy texts are not the target's own, which no rounding explains: see A FAULT above")
 
 
-def _show(
-    console: Console, report: EvalReport, contenders: Mapping[str, Sequence[Contender]], lacking: Sequence[str]
-) -> None:
-    console.print(*task_tables(report))
+def _show(console: Console, report: EvalReport, contenders: Mapping[str, Group], lacking: Sequence[str]) -> None:
+    console.print(*tables.task_tables(report))
     for task, group in contenders.items():
         title = f"{report.label(task)}: {report.draft['name']} on {report.target['name']}"
         if len(group) > 1:
-            console.print(*comparison_tables(group, title))
-        console.print(*speed_tables(group, f"{report.label(task)}: {report.machine()}"))
+            console.print(*tables.comparison_tables(group, title))
+        console.print(*tables.speed_tables(group, f"{report.label(task)}: {report.machine()}"))
         on_host = [c.name for c in group if c.name.partition(":")[0] in HOST]
         if report.settings["engine"] == VERIFIER and on_host:
             console.print(f"rounds seen through by the host, which costs time: {', '.join(on_host)}", highlight=False)
-        for line in difference_lines(group):
+        for line in tables.difference_lines(group):
             console.print(line, highlight=False)
     if report.pairings:
-        console.print(pairing_table(report.pairings))
+        console.print(tables.pairing_table(report.pairings))
     if lacking:
         console.print(f"not compared, for {report.pairings[0].folder} has it not: {', '.join(lacking)}")

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,7 @@ from dspark.eval.timing import DecodedText
 TURN_SEEDS = 2**32
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """Contenders on a task, whose texts end at ``stop_token_ids``; those in the journal are taken from it, others are
     decoded and go into it.
     """

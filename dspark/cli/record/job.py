@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,7 @@ def run_job(ranks: Ranks, job: Job) -> None:
         turns = take_turns(missing, leases)
         if ranks.world_size > 1:
             turns = lead(ranks, target, turns)
-
-        def open_shard(index: int, sizes: Sequence[tuple[int, int]]) -> ShardWriter:
-            return ShardWriter(folder, job.manifest, index, leases, sizes)
-
+        open_shard = partial(ShardWriter, folder, job.manifest, leases)
         capture(target, sequences, job.manifest, turns, open_shard, on_sequences)
     if job.run.record.ring_shards:
         console.print(f"training has read what it wanted of {folder}")

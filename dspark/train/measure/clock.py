@@ -1,9 +1,8 @@
 """The time and the memory of a call that is made again and again, on a GPU or a CPU."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ WARMUPS, REPEATS = 3, 20
 """Calls before the clock starts (compilers and tuners have run then), and calls of which the median is taken."""
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Of one call among many back to back: milliseconds, and the most bytes that torch's allocator gave out meanwhile
     (None where there is no GPU), with all that lies there anyway.
     """
