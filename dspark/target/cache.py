@@ -1,7 +1,6 @@
 """What the target keeps of the tokens it has read, how sequences lie in a batch, and staging."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,8 +8,7 @@ import torch
 from dspark.kernels.kda import history_after, state_after
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How N rows, sequence after sequence, become B padded rows of T tokens and back.
     Shapes: positions_N int64. For sequences of one length the three index tensors are None and both ways are views.
     """

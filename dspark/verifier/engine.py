@@ -1,10 +1,9 @@
 """The verifier as a ``Target``: one sequence, static buffers, a captured pass for every window length."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -25,8 +24,7 @@ from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
 from dspark.verifier.window import Window, read_window
 
 
-@dataclass(frozen=True)
-class VerifierCache:
+class VerifierCache(NamedTuple):
     """The sequence that a verifier holds since its ``number``-th prefill; a later prefill takes its place."""
 
     number: int

@@ -1,7 +1,5 @@
 """The target's own multi-token prediction layer as a drafter (NEXTN): one pass of the layer a token."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -101,7 +99,7 @@ class MtpDrafter:
         verifier, weights, layer = self.verifier, self.weights, self.weights.layer
         plain, run = named(kind, call), named(kind, call, is_chained=verifier.is_chained)
         assert layer.latent is not None
-        buffers = replace(verifier.buffers, rows_MJC=self.rows_1JC, length_1=length_1)
+        buffers = verifier.buffers._replace(rows_MJC=self.rows_1JC, length_1=length_1)
         chain = Chain(plain, verifier.config, buffers, verifier.is_chained)
         add_norm, eps, width = verifier.ranks.add_norm, verifier.config.rms_norm_eps, verifier.hidden_size
         table_VD, zeros_TD = verifier.weights.embedding_VD, self._zeros_TD[: len(ids_T)]
