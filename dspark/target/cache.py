@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from dspark.kernels.kda import history_after, state_after
+from dspark.kernels.kda.reference import history_after, state_after
 
 
 class Layout(NamedTuple):

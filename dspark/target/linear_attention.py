@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dspark.kernels import kda
+from dspark.kernels.kda import reference as kda
 from dspark.layers.rms_norm import RMSNorm
 from dspark.target.cache import Layout, LinearMemory, LinearStage
 from dspark.target.config import TargetConfig

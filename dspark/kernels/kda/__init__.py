@@ -6,20 +6,6 @@ from torch import Tensor
 from dspark.kernels.checks import check, check_window
 from dspark.kernels.forms import form_for
 from dspark.kernels.kda import reference
-from dspark.kernels.kda.reference import (
-    chunked,
-    gated_rms_norm,
-    history_after,
-    l2norm,
-    log_decay,
-    prepare,
-    recurrence,
-    short_conv,
-    state_after,
-)
-
-__all__ = ["chunked", "commit", "gated_rms_norm", "history_after", "l2norm", "log_decay", "prepare", "recurrence"]
-__all__ += ["short_conv", "state_after", "verify"]
 
 
 def verify(prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype, *, is_chained: bool = False) -> Tensor:
