@@ -62,7 +62,8 @@ class Verifier:
         self.most_tokens = 0
         """At least the committed length; exact unless device-resident steps ran since it was last read."""
         self._windows: dict[int, Captured[Window]] = {}
-        self._dense = {n: router.dense_dispatch(n, weights.device) for n in range(1, MAX_TOKENS + 1)}
+        self.dense = {n: router.dense_dispatch(n, weights.device) for n in range(1, MAX_TOKENS + 1)}
+        """By window length: the constant dispatch of a dense MLP."""
         self.forced: dict[int, Sequence[router.Dispatch]] = {}
         """By window length: what the mixture layers' experts get, one a layer, in passes captured from then on."""
         self._number = 0
@@ -162,7 +163,7 @@ class Verifier:
     def read(self, num_tokens: int, call: Caller = call) -> Window:
         """One pass over the first ``num_tokens`` of ids_T."""
         chain = Chain(call, self.config, self.buffers, self.is_chained, self.forced.get(num_tokens, ()))
-        ids_T, dense = self.ids_T[:num_tokens], self.dense(num_tokens)
+        ids_T, dense = self.ids_T[:num_tokens], self.dense[num_tokens]
         return read_window(ids_T, self.weights, self.target_layer_ids, dense, chain, self.ranks)
 
     def commit_window(self, window: Window, count_1: torch.Tensor, call: Caller = call) -> None:
@@ -187,10 +188,6 @@ class Verifier:
     def drop_stage(self) -> None:
         """Forget the staged tokens: a commit of them is refused from now on."""
         self._staged = None
-
-    def dense(self, num_tokens: int) -> router.Dispatch:
-        """The constant dispatch of a dense MLP."""
-        return self._dense[num_tokens]
 
     def make_room(self, num_tokens: int) -> None:
         """Raises: ConfigError when ``num_tokens`` more do not fit a window or the memory; RankError for a lost rank."""

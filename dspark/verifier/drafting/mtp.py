@@ -111,7 +111,7 @@ class MtpDrafter:
         residual_TD, x_TD = run("eh_proj norm", residual.add_norm, *inputs)
         spoken = latent_attention(x_TD, layer.latent, 0, chain)
         residual_TD, x_TD = run("attention sum and norm", add_norm, *spoken, residual_TD, layer.post_norm_D, eps)
-        dense = verifier.dense(len(ids_T)) if layer.router is None else None
+        dense = verifier.dense[len(ids_T)] if layer.router is None else None
         spoken = feed(x_TD, layer.router, layer.experts, dense, chain)
         last_TD: Tensor = run("MoE sum and norm", add_norm, *spoken, residual_TD, weights.norm_D, eps)[1]
         return last_TD
