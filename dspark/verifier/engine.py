@@ -44,7 +44,6 @@ class Verifier:
         weights: VerifierWeights,
         capacity_tokens: int,
         target_layer_ids: tuple[int, ...] = (),
-        is_chained: bool = True,
         ranks: Ranks = ALONE,
     ) -> None:
         check_parts(weights, target_layer_ids, ranks)
@@ -52,7 +51,7 @@ class Verifier:
             from dspark.kernels.launch import keep_shared_memory  # Triton, which a CPU may lack
 
             keep_shared_memory()
-        self.weights, self.config, self.is_chained = weights, weights.config, is_chained
+        self.weights, self.config, self.is_chained = weights, weights.config, True
         self.vocab_size, self.hidden_size = self.config.vocab_size, self.config.hidden_size
         self.num_layers, self.embedding_VD = self.config.num_hidden_layers, weights.embedding_VD
         self.target_layer_ids, self.ranks = target_layer_ids, ranks
