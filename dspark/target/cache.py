@@ -93,7 +93,11 @@ class LingCache:
 
     def view(self, num_tokens: int) -> View:
         """Where ``num_tokens`` more tokens of every sequence go and what they see; makes room for them."""
-        self._reserve(num_tokens)
+        missing = max(self.lengths) + num_tokens - self.rows_MBJC.shape[2]
+        if missing > 0:
+            shape = list(self.rows_MBJC.shape)
+            shape[2] = max(missing, shape[2])
+            self.rows_MBJC = torch.cat((self.rows_MBJC, self.rows_MBJC.new_zeros(shape)), 2)
         device, wide = self.rows_MBJC.device, torch.promote_types(self.rows_MBJC.dtype, torch.float32)
         starts_B1 = torch.tensor(self.lengths, device=device)[:, None]
         slots_BT = starts_B1 + torch.arange(num_tokens, device=device)
@@ -127,13 +131,6 @@ class LingCache:
             self._commit_linear(counts_B.to(self.rows_MBJC.device), is_whole=min(counts) == self.num_staged)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.stage([], 0)
-
-    def _reserve(self, num_tokens: int) -> None:
-        missing = max(self.lengths) + num_tokens - self.rows_MBJC.shape[2]
-        if missing > 0:
-            shape = list(self.rows_MBJC.shape)
-            shape[2] = max(missing, shape[2])
-            self.rows_MBJC = torch.cat((self.rows_MBJC, self.rows_MBJC.new_zeros(shape)), 2)
 
     def _commit_linear(self, counts_B: torch.Tensor, is_whole: bool) -> None:
         windows, keys, log_decays, deltas, states = zip(*self._stages, strict=True)

@@ -30,7 +30,10 @@ def run_experts(
     rows_MD = x_ND.to(dtype)[order_M // ids_NK.shape[1]]
     gate_MI, up_MI = multiply(rows_MD, gate_up_XID.to(dtype), ends_X).chunk(2, 1)
     outputs_MD = multiply(swiglu(gate_MI, up_MI, limit), down_XDI.to(dtype), ends_X)
-    return reference.combine(outputs_MD, order_M, weights_NK)
+    # Outputs go back into the order of the picks; each row is summed by weight.
+    place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+    outputs_NKD = outputs_MD.index_select(0, place_M).view(*weights_NK.shape, -1).to(weights_NK.dtype)
+    return (outputs_NKD * weights_NK.unsqueeze(-1)).sum(1)
 
 
 def multiply(rows_MD: Tensor, weight_XCD: Tensor, ends_X: Tensor) -> Tensor:
