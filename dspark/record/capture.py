@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -24,10 +25,9 @@ from dspark.verifier.plan import LOGIT_ROWS
 
 TOKENS_PER_CALL = 8192
 """Tokens that the target reads at once, several sequences packed. Part of the format: it may move roundings."""
-PACKS_WAITING, SHARDS_WAITING = 2, 1
-"""Calls whose states wait to be written, and shards that wait to be flushed; the target waits only behind them."""
-WRITERS = 4
-"""Threads: one copies two GB a second, and a target may say more."""
+PACKS_WAITING, SHARDS_AT_ONCE, WRITERS = 2, 2, 4
+"""Calls whose states wait to be written (the target waits only behind them), shards that are written at a time and
+others that wait to be flushed, and threads: a file takes some two GB a second, and a target may say more."""
 OpenShard = Callable[[int, Sequence[tuple[int, int]]], ShardWriter]
 """A shard's number, tokens and predicted ones of its sequences -> what writes it."""
 
@@ -65,7 +65,7 @@ class Pack:
 
 
 def take_turns(
-    missing: Callable[[], list[int] | None], leases: Leases, poll_seconds: float = 0.5
+    missing: Callable[[], list[int] | None], leases: Leases, poll_seconds: float = 0.2
 ) -> Iterator[int | None]:
     """The shards that are this process's to record, and None while others are at all that are missing, until
     ``missing`` returns None.
@@ -114,26 +114,32 @@ def capture(
         writer.finish()
         unfinished.remove(writer)
 
+    def begin(index: int) -> Iterator[None]:
+        members = [sequences[place] for place in range(*manifest.starts[index : index + 2])]
+        lengths, writes, writer = [len(each.ids_T) for each in members], list[Future[None]](), None
+        if open_shard:
+            writer = open_shard(index, list(zip(lengths, (each.num_supervised for each in members), strict=True)))
+            unfinished.append(writer)
+        for group in group_by_tokens(lengths, TOKENS_PER_CALL):
+            pack = read_pack(target, members[group.start : group.stop], manifest.taps == "float8")
+            if writer:
+                pending.append([pool.submit(_write, writer, row, pack, group.start) for row in group])
+                writes += pending[-1]
+                writer.leases.touch(index)
+                keep_up(PACKS_WAITING, SHARDS_AT_ONCE)
+            on_sequences(len(group), len(pack.states["ids_T"]))
+            yield
+        if writer:
+            finishing.append(finisher.submit(finish, writer, writes))
+
     try:
-        for index in shards:
-            if index is None:
-                keep_up(0, 0)
+        turns = iter(shards)
+        while several := list(islice(turns, SHARDS_AT_ONCE)):
+            calls = [begin(index) for index in several if index is not None]
+            for _ in zip_longest(*calls):  # a pack of each in turn
                 continue
-            members = [sequences[place] for place in range(*manifest.starts[index : index + 2])]
-            lengths, writes = [len(each.ids_T) for each in members], list[Future[None]]()
-            if open_shard:
-                sizes = list(zip(lengths, (each.num_supervised for each in members), strict=True))
-                unfinished.append(writer := open_shard(index, sizes))
-            for group in group_by_tokens(lengths, TOKENS_PER_CALL):
-                pack = read_pack(target, members[group.start : group.stop], manifest.taps == "float8")
-                if open_shard:
-                    pending.append([pool.submit(_write, writer, row, pack, group.start) for row in group])
-                    writes += pending[-1]
-                    writer.leases.touch(index)
-                    keep_up(PACKS_WAITING, SHARDS_WAITING)
-                on_sequences(len(group), len(pack.states["ids_T"]))
-            if open_shard:
-                finishing.append(finisher.submit(finish, writer, writes))
+            if not calls:
+                keep_up(0, 0)
         keep_up(0, 0)
     finally:
         for each in (pool, finisher):
