@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from dspark.errors import RecordError
-from dspark.record.format import (
-    HEADER_BYTES,
-    INDEX_BYTES,
-    MANIFEST_FILE,
-    Manifest,
-    read_manifest,
-    shard_header,
-    shard_name,
-)
+from dspark.record.format import MANIFEST_FILE, Manifest, front_bytes, read_manifest, shard_header, shard_name
 from dspark.types import RecordedSequence
 
 OPEN_SHARDS = 64
@@ -146,8 +138,8 @@ class RecordReader:
         manifest = self.manifest
         num_sequences, num_tokens, num_supervised = manifest.shards[number]
         file = path.open("rb", buffering=0)
-        head = file.read(HEADER_BYTES + INDEX_BYTES * num_sequences)
-        header, content = head[:HEADER_BYTES], head[HEADER_BYTES:]
+        head = file.read(front_bytes(num_sequences))
+        header, content = head[: front_bytes(0)], head[front_bytes(0) :]
         is_whole = is_there(self.folder, manifest, number)
         if not is_whole or header != shard_header(manifest, number, xxh3_64_hexdigest(content)):
             raise self._damaged(number, "its size, header or index is not what the manifest says")

@@ -13,15 +13,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from dspark.errors import RecordError
 from dspark.files import put_in_place
-from dspark.record.format import (
-    HEADER_BYTES,
-    INDEX_BYTES,
-    MANIFEST_FILE,
-    Manifest,
-    read_manifest,
-    shard_header,
-    shard_name,
-)
+from dspark.record.format import MANIFEST_FILE, Manifest, front_bytes, read_manifest, shard_header, shard_name
 from dspark.record.leases import Leases, is_running, writer_name
 from dspark.record.reader import is_there
 
@@ -41,7 +33,7 @@ class ShardWriter:
         self.sizes, self._checksums_S = sizes, np.zeros(len(sizes), np.uint64)
         assert (len(sizes), *map(sum, zip(*sizes, strict=True))) == manifest.shards[index]
         lengths = (manifest.sequence_bytes(*size) for size in sizes)
-        self._begins = list(accumulate(lengths, initial=HEADER_BYTES + INDEX_BYTES * len(sizes)))
+        self._begins = list(accumulate(lengths, initial=front_bytes(len(sizes))))
         self._beside = self.path.with_name(f".{self.path.name}.{writer_name()}.partial")
         try:
             self._file = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
