@@ -84,10 +84,9 @@ def run_job(ranks: Ranks, job: Job) -> None:
             turns = lead(ranks, target, turns)
         open_shard = partial(ShardWriter, folder, job.manifest, leases)
         capture(target, sequences, job.manifest, turns, open_shard, on_sequences)
-    if job.run.record.ring_shards:
-        console.print(f"training has read what it wanted of {folder}")
-    else:
-        console.print(f"{len(job.manifest.shards)} shards in {folder}")
+    is_ring = bool(job.run.record.ring_shards)
+    done = "training has read what it wanted of" if is_ring else f"{len(job.manifest.shards)} shards in"
+    console.print(f"{done} {folder}")
 
 
 def lead(ranks: Ranks, target: Target[Any], turns: Iterator[int | None]) -> Iterator[int | None]:
