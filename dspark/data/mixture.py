@@ -13,18 +13,9 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from dspark.config import (
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Share,
-    describe_validation,
-    read_yaml,
-    validated,
-)
+from dspark.config import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, read_back, read_yaml, validated
 from dspark.data.conversations import Conversation, parse_conversation, source_rows
 from dspark.data.duplicates import Fingerprints
 from dspark.errors import ConfigError, PromptError
@@ -239,15 +230,13 @@ def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray
 def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on_row: OnRow) -> None:
     """Both files, whole."""
     paths = [folder / TRAIN_FILE, folder / HELD_OUT_FILE]
+    beside = [partial_of(path) for path in paths]
     streams = (_chosen(*pair, on_row) for pair in zip(mixture.sources, fates, strict=True))
-    with (
-        open(partial_of(paths[0]), "w", encoding="utf-8") as train,
-        open(partial_of(paths[1]), "w", encoding="utf-8") as held_out,
-    ):
+    with open(beside[0], "w", encoding="utf-8") as train, open(beside[1], "w", encoding="utf-8") as held_out:
         for _, fate, line in heapq.merge(*streams):
             (train if fate == TAKEN else held_out).write(line)
-    for path in paths:
-        put_in_place(partial_of(path), path)
+    for partial, path in zip(beside, paths, strict=True):
+        put_in_place(partial, path)
 
 
 def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: OnRow) -> Iterator[tuple[float, int, str]]:
@@ -291,10 +280,7 @@ def _size(path: Path) -> int:
 
 
 def _read_report(path: Path, origin: dict[str, Any]) -> MixtureReport:
-    try:
-        found = MixtureReport.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}; delete its folder to mix again") from error
+    found = read_back(MixtureReport, path.read_bytes(), path, "delete its folder to mix again")
     if {name: getattr(found, name) for name in origin} != origin or found.written_bytes != _written(path.parent):
         hint = "give another record.folder, or delete it and the responses made from it"
         raise ConfigError(f"{path.parent}: holds another mixture, or files have changed since; {hint}")

@@ -11,12 +11,11 @@ from typing import Annotated, Any, BinaryIO, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from dspark.config import Section, describe_validation
+from dspark.config import Section, read_back
 from dspark.data.chat import ChatFormat, add_to_digest, encode_conversation
 from dspark.data.conversations import Conversation
-from dspark.errors import RecordError
 from dspark.files import partial_of, put_in_place
 
 ASKED_FILE = "asked.jsonl"
@@ -115,11 +114,8 @@ def given_row(chat: ChatFormat, conversation: Conversation) -> Row:
 
 def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:
     """Raises: RecordError naming the place of a line that is no such row."""
-    try:
-        return model.model_validate_json(line)
-    except ValidationError as error:
-        hint = "restore or delete this line, run dspark prepare again"
-        raise RecordError(f"{place}: not a response ({describe_validation(error)}); {hint}") from error
+    hint = "restore or delete this line, run dspark prepare again"
+    return read_back(model, line, place, hint, "not a response ({})")
 
 
 def rows_of(path: Path, model: type[RowT]) -> Iterator[RowT]:

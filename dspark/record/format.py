@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from xxhash import xxh3_64_hexdigest
 
-from dspark.config import Section, describe_validation
+from dspark.config import Section, read_back
 from dspark.errors import RecordError
 
 MANIFEST_FILE = "manifest.json"
@@ -221,7 +221,4 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise RecordError(f"{path}: no such file; run dspark record first, or mend record.folder")
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise RecordError(f"{path}: {describe_validation(error)}; restore it, or run dspark record again") from error
+    return read_back(Manifest, path.read_bytes(), path, "restore it, or run dspark record again")
