@@ -118,7 +118,8 @@ def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: O
     ``apart``: the prompts of ``mixture.apart_from``. ``on_row`` is given every row of either pass;
     a line that is not JSON comes as a PromptError, and counts as a row without a prompt if it may.
     Raises: PromptError for a source that cannot be read or has another number of rows the second time, or when nothing
-    or too little is left; ConfigError when the folder holds another mixture, or its files had other sizes.
+    or too little is left; ConfigError when the folder holds another mixture, or its files had other sizes; RecordError
+    for a damaged mixture.json.
     """
     kept_apart = [_asked(conversation) for conversation in apart]
     origin = {
