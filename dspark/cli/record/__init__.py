@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -60,13 +60,8 @@ def record(
     if tp > 1 and device not in {"cuda", "cpu"}:
         raise ConfigError(f"--device {device}: the ranks take the GPUs of their numbers; give --device cuda")
     folder = locate_target(run.target.path)
-    facts = target_facts(folder)
-    check_draft(run, facts)
-    origin = describe_origin(run, folder, load_tokenizer(folder))
-    header = read_prepared(run, origin)
-    limits = {"max_tokens": run.record.max_tokens, "vocab_size": facts.vocab_size}
-    responses = open_responses(run.record.folder / RESPONSES_FILE, header, **limits, is_leaving_out=leave_out_unusable)
-    manifest = describe(run, facts, origin, responses, header)
+    check_draft(run, target_facts(folder))
+    _, responses, manifest = read_prepared(run, folder, leave_out_unusable)
     wish = "check" if check else "repair" if repair else "stats" if stats else "record"
     job = Job(run, folder, manifest, responses, device, wish, measure_fp8)
     console = Console(soft_wrap=True, highlight=False)
@@ -95,10 +90,12 @@ def check_draft(run: RunConfig, facts: TargetFacts) -> None:
         raise DraftMismatchError(f"{run.name}: {'; '.join(wrong)}; mend the draft section for {run.target.path}")
 
 
-def read_prepared(run: RunConfig, origin: dict[str, Any]) -> ResponsesHeader:
-    """The header of the responses. Raises: RecordError when they were made by another target or setting."""
-    path = run.record.folder / RESPONSES_FILE
-    header = read_header(path)
+def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[ResponsesHeader, Responses, Manifest]:
+    """The responses, and the manifest of the record to come. ``folder``: the target's.
+    Raises: RecordError when they were made by another target or setting; as ``open_responses``.
+    """
+    path, facts = run.record.folder / RESPONSES_FILE, target_facts(folder)
+    origin, header = describe_origin(run, folder, load_tokenizer(folder)), read_header(path)
     same = ("target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "thinking")
     expected = {key: origin[key] for key in same}
     if header.answers == "target":
@@ -107,16 +104,11 @@ def read_prepared(run: RunConfig, origin: dict[str, Any]) -> ResponsesHeader:
     wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
     if wrong:
         raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
-    return header
-
-
-def describe(
-    run: RunConfig, facts: TargetFacts, origin: dict[str, Any], responses: Responses, header: ResponsesHeader
-) -> Manifest:
-    """The manifest of the record to come."""
+    limits = {"max_tokens": run.record.max_tokens, "vocab_size": facts.vocab_size}
+    responses = open_responses(path, header, **limits, is_leaving_out=is_leaving_out)
     order_S = drawn_order(len(responses), run.seed)
     tokens, supervised = responses.num_tokens_S[order_S].tolist(), responses.num_supervised_S[order_S].tolist()
-    return Manifest(
+    manifest = Manifest(
         **origin,
         target_layer_ids=run.draft.target_layer_ids,
         hidden_size=facts.hidden_size,
@@ -129,3 +121,4 @@ def describe(
         shard_tokens=run.record.shard_tokens,
         shards=plan_shards(tokens, supervised, run.record.shard_tokens),
     )
+    return header, responses, manifest
