@@ -14,10 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from dspark.config import Section, describe_validation
+from dspark.config import Section, read_back
 from dspark.data.chat import ChatFormat, Encoded, add_to_digest, check_length
 from dspark.data.conversations import encode_each
 from dspark.data.loops import ends_in_loop
@@ -180,7 +179,7 @@ def read_header(path: Path) -> ResponsesHeader:
 
 class Responses(Lines[Encoded]):
     """The rows of a responses file that can be recorded, in order: 32 bytes of memory a row, no text.
-    Shapes: num_tokens_S and num_supervised_S int32. ``text_sha256`` is the ``digest`` of all ids and masks.
+    Shapes: num_tokens_S and num_supervised_S int32. ``text_sha256``: of all ids and masks.
     """
 
     def __init__(self, path: Path, columns_S5: NDArray[np.int64], text_sha256: str) -> None:
@@ -238,10 +237,8 @@ def known_header(path: Path, asked_from: str) -> ResponsesHeader | None:
 
 
 def _parse_header(path: Path) -> ResponsesHeader:
-    try:
-        return ResponsesHeader.model_validate_json(header_path(path).read_bytes())
-    except ValidationError as error:
-        raise RecordError(f"{header_path(path)}: {describe_validation(error)}; delete it and the responses") from error
+    sidecar = header_path(path)
+    return read_back(ResponsesHeader, sidecar.read_bytes(), sidecar, "delete it and the responses")
 
 
 def _kinds(row: Row) -> list[str]:
