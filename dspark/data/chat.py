@@ -154,11 +154,10 @@ def _pieces(chat: ChatFormat, conversation: Conversation) -> list[tuple[str, boo
         header = _render(chat, conversation, messages[:index], is_open=True)
         turn = _render(chat, conversation, messages[: index + 1])
         if not (turn.startswith(header) and whole.startswith(turn)):
-            raise PromptError(
-                f"{conversation.place}: the template does not write message {index + 1} as {header[-40:]!r} plus its "
-                f"content, so the target would never be asked for it like this; make data.thinking "
-                f"({chat.is_thinking}) fit the text, or give every assistant turn as a conversation of its own"
-            )
+            found = f"the template does not write message {index + 1} as {header[-40:]!r} plus its content"
+            hint = f"make data.thinking ({chat.is_thinking}) fit the text, or give every assistant turn as a"
+            never = "so the target would never be asked for it like this"
+            raise PromptError(f"{conversation.place}: {found}, {never}; {hint} conversation of its own")
         pieces += [(whole[cursor : len(header)], False), (whole[len(header) : len(turn)], True)]
         cursor = len(turn)
     return [*pieces, (whole[cursor:], False)]

@@ -171,9 +171,8 @@ def read_header(path: Path) -> ResponsesHeader:
     """The header of a responses file. Raises: RecordError when it is missing or not one."""
     sidecar = header_path(path)
     if not sidecar.is_file() or not path.is_file():
-        raise RecordError(
-            f"{path}: found no finished responses with their header {sidecar.name}; run dspark prepare first"
-        )
+        missing = f"found no finished responses with their header {sidecar.name}"
+        raise RecordError(f"{path}: {missing}; run dspark prepare first")
     return _parse_header(path)
 
 
@@ -269,10 +268,8 @@ def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
     old, new = (each.model_dump(exclude={"versions", "target", "asked_from"}) for each in (_parse_header(path), header))
     differing = [f"{key} {old[key]!r} (now {new[key]!r})" for key in old if old[key] != new[key]]
     if differing:
-        raise RecordError(
-            f"{path}: made with {', '.join(differing)}; give the run another record.folder, "
-            f"or delete {begun.name} and {header_path(path).name} to start again"
-        )
+        hint = f"or delete {begun.name} and {header_path(path).name} to start again"
+        raise RecordError(f"{path}: made with {', '.join(differing)}; give the run another record.folder, {hint}")
 
 
 def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArray[np.int64]:
@@ -286,9 +283,8 @@ def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArr
         row, _, text = line.partition(b" ")
         kinds.update(_kinds(parse_row(Row, f"{journal}:{number}", text)))
         if not row.isdigit() or len(row) > 18 or int(row) >= num_prompts or offsets_S[int(row)] >= 0:
-            raise RecordError(
-                f"{journal}:{number}: {row!r:.40} is no row, or one that was there before; delete this line"
-            )
+            found = f"{row!r:.40} is no row, or one that was there before"
+            raise RecordError(f"{journal}:{number}: {found}; delete this line")
         offsets_S[int(row)] = end
         end += len(line)
     return offsets_S

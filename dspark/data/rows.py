@@ -103,13 +103,10 @@ def given_row(chat: ChatFormat, conversation: Conversation) -> Row:
     """A conversation with the answers that it holds. Raises: PromptError as ``encode_conversation``."""
     encoded = encode_conversation(chat, conversation)
     ids, edges_E = encoded.ids_T.tolist(), np.flatnonzero(np.diff(encoded.loss_mask_T.numpy(), append=False)) + 1
-    spans = [(begin, end) for begin, end in edges_E.reshape(-1, 2).tolist()]
-    said = {
-        "response_ids": ids[edges_E[0] :],
-        "response": chat.tokenizer.decode(ids[edges_E[0] :]),
-        "supervised": spans,
-    }
-    return Row.of(conversation, ids[: edges_E[0]], is_thinking=chat.is_thinking, finish_reason="given", **said)
+    prompt_ids, response_ids = ids[: edges_E[0]], ids[edges_E[0] :]
+    said = {"response_ids": response_ids, "response": chat.tokenizer.decode(response_ids)}
+    said |= {"supervised": [(begin, end) for begin, end in edges_E.reshape(-1, 2).tolist()]}
+    return Row.of(conversation, prompt_ids, is_thinking=chat.is_thinking, finish_reason="given", **said)
 
 
 def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:

@@ -83,10 +83,8 @@ class ShardWriter:
 
     def _refused(self, error: OSError) -> RecordError:
         self._beside.unlink(missing_ok=True)
-        return RecordError(
-            f"{self.path}: cannot be written ({error}); the shards that are complete stay: make room, then run dspark "
-            "record again to go on"
-        )
+        hint = "the shards that are complete stay: make room, then run dspark record again to go on"
+        return RecordError(f"{self.path}: cannot be written ({error}); {hint}")
 
 
 def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) -> None:
@@ -97,9 +95,8 @@ def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) 
     folder.mkdir(parents=True, exist_ok=True)
     found = check_same(folder, description) if (folder / MANIFEST_FILE).exists() else description
     sizes = [found.shard_bytes(index) for index in range(len(found.shards))]
-    needed_bytes = sum(sorted(sizes)[-capacity_shards:]) - sum(
-        size for index, size in enumerate(sizes) if is_there(folder, found, index)
-    )
+    there_bytes = sum(size for index, size in enumerate(sizes) if is_there(folder, found, index))
+    needed_bytes = sum(sorted(sizes)[-capacity_shards:]) - there_bytes
     free_bytes = disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise RecordError(

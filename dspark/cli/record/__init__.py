@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dspark.cli.identity import describe_origin
 from dspark.cli.record.job import Job, run_job
-from dspark.cli.terminal import DEFAULT_DEVICE, Device
+from dspark.cli.terminal import DEFAULT_DEVICE, Device, LeaveOut
 from dspark.config import RunConfig, load_run
 from dspark.data.responses import RESPONSES_FILE, Responses, ResponsesHeader, open_responses, read_header
 from dspark.errors import ConfigError, DraftMismatchError, RecordError
@@ -28,9 +28,7 @@ SECONDS_FOR_A_SHARD = 1800.0
 def record(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
-    leave_out_unusable: Annotated[
-        bool, typer.Option("--leave-out-unusable", help="Go on without the conversations that cannot be used.")
-    ] = False,
+    leave_out_unusable: LeaveOut = False,
     check: Annotated[
         bool, typer.Option("--check", help="Hold a finished record against the target: checksums, text, states.")
     ] = False,
@@ -54,9 +52,8 @@ def record(
     if sum(map(bool, (check, repair, stats, measure_fp8))) > 1:
         raise ConfigError("--check, --repair, --stats, --measure-fp8: give one of them")
     if run.record.ring_shards and (check or repair or stats):
-        raise ConfigError(
-            "record.ring_shards: such a record never lies there whole; leave out --check, --repair, --stats"
-        )
+        hint = "leave out --check, --repair, --stats"
+        raise ConfigError(f"record.ring_shards: such a record never lies there whole; {hint}")
     if tp > 1 and device not in {"cuda", "cpu"}:
         raise ConfigError(f"--device {device}: the ranks take the GPUs of their numbers; give --device cuda")
     folder = locate_target(run.target.path)
