@@ -135,10 +135,12 @@ class EndpointAsker:
 
         add_first_try()
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        timeout = httpx.Timeout(None, connect=self.patience.connect_seconds)
-        # As many connections as workers; idle ones are given up before servers close them, after some 5 s.
-        limits = httpx.Limits(keepalive_expiry=2.0)
-        client = httpx.AsyncClient(headers={"Accept-Encoding": "identity"} | key, timeout=timeout, limits=limits)
+        client = httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity"} | key,
+            timeout=httpx.Timeout(None, connect=self.patience.connect_seconds),
+            # As many connections as workers; idle ones are given up before servers close them, after some 5 s.
+            limits=httpx.Limits(keepalive_expiry=2.0),
+        )
 
         async def work(endpoint: _Endpoint) -> None:
             while True:
