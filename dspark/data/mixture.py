@@ -148,8 +148,8 @@ def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: O
         kinds = {"of_tasks": is_of_task_N, "repeated": is_old_N & ~is_nearly_N, "near": is_old_N & is_nearly_N}
         kinds |= {"left": (found_N < 0) & (fate_N == LEFT), "held_out": fate_N == HELD_OUT, "taken": fate_N == TAKEN}
         count.update({name: int(is_kind_N.sum()) for name, is_kind_N in kinds.items()})
-    named = [{"path": source.path, **count} for source, count in zip(mixture.sources, counts, strict=True)]
-    sources = [SourceCounts.model_validate(count) for count in named]
+    named = zip(mixture.sources, counts, strict=True)
+    sources = [SourceCounts.model_validate({"path": source.path, **count}) for source, count in named]
     if not any(source.taken for source in sources):
         told = "; ".join(_tell(source) for source in sources)
         raise PromptError(f"no row is left: {told}; a weight of a source without rows leaves none")
@@ -255,16 +255,11 @@ def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: OnRow) -> Iterator
 
 
 def _line(conversation: Conversation) -> str:
-    row: dict[str, Any] = {"source": conversation.source, "index": conversation.index}
-    if conversation.text is not None:
-        row["text"] = conversation.text
-    elif conversation.later_turns:
-        row["turns"] = [conversation.messages[0]["content"], *conversation.later_turns]
-    else:
-        row["messages"] = conversation.messages
-    if conversation.tools:
-        row["tools"] = conversation.tools
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    messages, later = conversation.messages, conversation.later_turns
+    said: dict[str, Any] = {"turns": [messages[0]["content"], *later]} if later else {"messages": messages}
+    said = said if conversation.text is None else {"text": conversation.text}
+    row = {"source": conversation.source, "index": conversation.index, **said}
+    return json.dumps(row | ({"tools": conversation.tools} if conversation.tools else {}), ensure_ascii=False) + "\n"
 
 
 def _written(folder: Path) -> tuple[int, int]:

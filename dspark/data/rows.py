@@ -115,10 +115,15 @@ def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:
     return read_back(model, line, place, hint, "not a response ({})")
 
 
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line of a file with its number, from 1."""
+    with open(path, "rb") as file:
+        yield from enumerate(file, 1)
+
+
 def rows_of(path: Path, model: type[RowT]) -> Iterator[RowT]:
     """Every row of a file, in order. Raises: as ``parse_row``."""
-    with open(path, "rb") as file:
-        yield from (parse_row(model, f"{path}:{number}", line) for number, line in enumerate(file, 1))
+    return (parse_row(model, f"{path}:{number}", line) for number, line in lines_of(path))
 
 
 class Lines(Sequence[ItemT]):
@@ -151,13 +156,12 @@ class Prompts(Lines[RowT]):
 
     def __init__(self, path: Path, model: type[RowT]) -> None:
         num_tokens, temperatures, ends, sha256 = array("i"), array("d"), array("q", [0]), hashlib.sha256()
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                row = parse_row(model, f"{path}:{number}", line)
-                add_to_digest(sha256, np.array(row.prompt_ids, dtype=np.int64))
-                num_tokens.append(len(row.prompt_ids))
-                temperatures.append(np.nan if row.temperature is None else row.temperature)
-                ends.append(ends[-1] + len(line))
+        for number, line in lines_of(path):
+            row = parse_row(model, f"{path}:{number}", line)
+            add_to_digest(sha256, np.array(row.prompt_ids, dtype=np.int64))
+            num_tokens.append(len(row.prompt_ids))
+            temperatures.append(np.nan if row.temperature is None else row.temperature)
+            ends.append(ends[-1] + len(line))
         ends_S1 = np.array(ends, dtype=np.int64)
         super().__init__(path, np.stack((ends_S1[:-1], ends_S1[1:]), 1))
         self.model, self.sha256 = model, sha256.hexdigest()

@@ -17,6 +17,7 @@ from dspark.errors import RecordError
 from dspark.record.format import MANIFEST_FILE, Manifest, Span, front_bytes, read_manifest, shard_header, shard_name
 from dspark.types import RecordedSequence
 
+Wait = Callable[[Path], None]
 OPEN_SHARDS = 64
 """Shards whose files and indices are kept open."""
 
@@ -41,9 +42,7 @@ class RecordReader:
     Raises: RecordError when the folder holds no record, an unfinished one, or a damaged manifest.
     """
 
-    def __init__(
-        self, folder: Path | str, wait: Callable[[Path], None] | None = None, *, is_whole: bool = True
-    ) -> None:
+    def __init__(self, folder: Path | str, wait: Wait | None = None, *, is_whole: bool = True) -> None:
         self.folder = Path(folder)
         while wait and not (self.folder / MANIFEST_FILE).is_file():
             wait(self.folder / MANIFEST_FILE)

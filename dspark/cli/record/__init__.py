@@ -77,22 +77,19 @@ def record(
 
 def check_draft(run: RunConfig, facts: TargetFacts) -> None:
     """Refuse to record for a draft that cannot be bound to the target. Raises: DraftMismatchError."""
-    pairs = {
-        "vocab_size": (run.draft.vocab_size, facts.vocab_size),
-        "hidden_size": (run.draft.hidden_size, facts.hidden_size),
-        "num_target_layers": (run.draft.num_target_layers, facts.num_layers),
-    }
-    wrong = [f"draft.{key} is {ours}, the target has {its}" for key, (ours, its) in pairs.items() if ours != its]
+    its = {"vocab_size": facts.vocab_size, "hidden_size": facts.hidden_size, "num_target_layers": facts.num_layers}
+    ours = run.draft.model_dump(include=set(its))
+    wrong = [f"draft.{key} is {ours[key]}, the target has {its[key]}" for key in its if ours[key] != its[key]]
     if wrong:
         raise DraftMismatchError(f"{run.name}: {'; '.join(wrong)}; mend the draft section for {run.target.path}")
 
 
 def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[ResponsesHeader, Responses, Manifest]:
-    """The responses, and the manifest of the record to come. ``folder``: the target's.
+    """The responses, and the manifest of the record to come. ``folder``: the target's, which ``check_draft`` has seen.
     Raises: RecordError when they were made by another target or setting; as ``open_responses``.
     """
-    path, facts = run.record.folder / RESPONSES_FILE, target_facts(folder)
-    origin, header = describe_origin(run, folder, load_tokenizer(folder)), read_header(path)
+    path, origin = run.record.folder / RESPONSES_FILE, describe_origin(run, folder, load_tokenizer(folder))
+    header = read_header(path)
     same = ("target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "thinking")
     expected = {key: origin[key] for key in same}
     if header.answers == "target":
@@ -101,21 +98,12 @@ def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[R
     wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
     if wrong:
         raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
-    limits = {"max_tokens": run.record.max_tokens, "vocab_size": facts.vocab_size}
+    limits = {"max_tokens": run.record.max_tokens, "vocab_size": run.draft.vocab_size}
     responses = open_responses(path, header, **limits, is_leaving_out=is_leaving_out)
     order_S = drawn_order(len(responses), run.seed)
     tokens, supervised = responses.num_tokens_S[order_S].tolist(), responses.num_supervised_S[order_S].tolist()
-    manifest = Manifest(
-        **origin,
-        target_layer_ids=run.draft.target_layer_ids,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        taps=run.record.taps,
-        answers=header.answers,
-        temperatures=header.temperatures,
-        text_sha256=responses.text_sha256,
-        seed=run.seed,
-        shard_tokens=run.record.shard_tokens,
-        shards=plan_shards(tokens, supervised, run.record.shard_tokens),
-    )
-    return header, responses, manifest
+    known = origin | header.model_dump(include={"answers", "temperatures"})
+    known |= run.draft.model_dump(include={"target_layer_ids", "hidden_size", "vocab_size"})
+    known |= run.record.model_dump(include={"taps", "shard_tokens"})
+    shards = plan_shards(tokens, supervised, run.record.shard_tokens)
+    return header, responses, Manifest(**known, text_sha256=responses.text_sha256, seed=run.seed, shards=shards)
