@@ -97,18 +97,23 @@ def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) 
     sizes = [found.shard_bytes(index) for index in range(len(found.shards))]
     there_bytes = sum(size for index, size in enumerate(sizes) if is_there(folder, found, index))
     needed_bytes = sum(sorted(sizes)[-capacity_shards:]) - there_bytes
-    free_bytes = disk_usage(folder).free
-    if needed_bytes > free_bytes:
-        raise RecordError(
-            f"{folder}: needs about {needed_bytes / 1e9:.1f} GB more, {free_bytes / 1e9:.1f} GB are free; give this "
-            "run another record.folder, fewer conversations (data.max_conversations), fewer draft.target_layer_ids, "
-            "record.taps=float8, or record.ring_shards to train at once"
-        )
+    check_room(folder, needed_bytes, "needs about")
     if found is description:
         beside = folder / f".{MANIFEST_FILE}.{writer_name()}.partial"  # several may begin it at once
         beside.write_text(found.model_dump_json())
         put_in_place(beside, folder / MANIFEST_FILE)
     _remove_leftovers(folder, found)
+
+
+def check_room(folder: Path, needed_bytes: float, needs: str) -> None:
+    """Raises: RecordError when the disk of ``folder``, which need not be there yet, does not hold so much more."""
+    free_bytes = disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+    if needed_bytes > free_bytes:
+        raise RecordError(
+            f"{folder}: {needs} {needed_bytes / 1e9:.1f} GB more, {free_bytes / 1e9:.1f} GB are free; give this "
+            "run another record.folder, fewer conversations (data.max_conversations), fewer draft.target_layer_ids, "
+            "record.taps=float8, or record.ring_shards to train at once"
+        )
 
 
 def check_same(folder: Path, description: Manifest) -> Manifest:
