@@ -20,6 +20,7 @@ from tiny import MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
 from torch import Tensor
 
 from dspark.config import RunConfig
+from dspark.data.chat import digest
 from dspark.distributed import start_accelerator
 from dspark.record.format import Manifest, plan_shards
 from dspark.record.leases import Leases
@@ -109,7 +110,7 @@ def write_record(folder: Path, target: Path, sequences: list[RecordedSequence]) 
         answers="target",
         thinking=(False,),
         temperatures=(1.0,),
-        text_sha256="0" * 64,
+        text_sha256=digest(part for each in sequences for part in (each.ids_T, each.loss_mask_T)),
         shard_tokens=sum(lengths),
         shards=plan_shards(*sizes, sum(lengths)),
     )

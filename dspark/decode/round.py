@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -53,8 +54,7 @@ class Block:
         return replace(self, ids_K=self.ids_K[:num_drafts], probs_KV=self.probs_KV[:num_drafts])
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """What a round made of one text's block: the new ids (the last is the next anchor, unless it is a stop token);
     taps_TLD of the committed positions, which the draft's context takes next; the round's counts.
     """

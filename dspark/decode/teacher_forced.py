@@ -1,8 +1,8 @@
 """The acceptance length under teacher forcing: what a draft's blocks would earn on a text that is already there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from dspark.draft.model import DraftModel
 from dspark.types import CacheT, Target
 
 
-@dataclass(frozen=True)
-class TeacherForced:
+class TeacherForced(NamedTuple):
     """One text's blocks; entry i of the first three belongs to the block whose anchor is token anchors[i] of the text.
 
     With p and q the target's and the draft's law of a slot behind the text's own tokens, and x the text's token there:

@@ -140,8 +140,11 @@ def _difference(key: str, old: object, new: object) -> str:
 
 def _remove_leftovers(folder: Path, manifest: Manifest) -> None:
     """Shards that were cut off, and files that killed processes of this machine were at."""
+    leases = Leases(folder)
     for index in range(len(manifest.shards)):
-        if not is_there(folder, manifest, index):
+        if is_there(folder, manifest, index):
+            leases.release(index)  # its holder was killed at its last word
+        else:
             (folder / shard_name(index)).unlink(missing_ok=True)
     host = socket.gethostname()
     for path in folder.glob(f".*.{host}-*.partial"):

@@ -1,16 +1,14 @@
 """What the target keeps of the tokens it has read, how sequences lie in a batch, and staging."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from dspark.kernels.kda import history_after, state_after
+from dspark.kernels.kda.reference import history_after, state_after
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How N rows, sequence after sequence, become B padded rows of T tokens and back.
     Shapes: positions_N int64. For sequences of one length the three index tensors are None and both ways are views.
     """
@@ -95,7 +93,11 @@ class LingCache:
 
     def view(self, num_tokens: int) -> View:
         """Where ``num_tokens`` more tokens of every sequence go and what they see; makes room for them."""
-        self._reserve(num_tokens)
+        missing = max(self.lengths) + num_tokens - self.rows_MBJC.shape[2]
+        if missing > 0:
+            shape = list(self.rows_MBJC.shape)
+            shape[2] = max(missing, shape[2])
+            self.rows_MBJC = torch.cat((self.rows_MBJC, self.rows_MBJC.new_zeros(shape)), 2)
         device, wide = self.rows_MBJC.device, torch.promote_types(self.rows_MBJC.dtype, torch.float32)
         starts_B1 = torch.tensor(self.lengths, device=device)[:, None]
         slots_BT = starts_B1 + torch.arange(num_tokens, device=device)
@@ -129,13 +131,6 @@ class LingCache:
             self._commit_linear(counts_B.to(self.rows_MBJC.device), is_whole=min(counts) == self.num_staged)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.stage([], 0)
-
-    def _reserve(self, num_tokens: int) -> None:
-        missing = max(self.lengths) + num_tokens - self.rows_MBJC.shape[2]
-        if missing > 0:
-            shape = list(self.rows_MBJC.shape)
-            shape[2] = max(missing, shape[2])
-            self.rows_MBJC = torch.cat((self.rows_MBJC, self.rows_MBJC.new_zeros(shape)), 2)
 
     def _commit_linear(self, counts_B: torch.Tensor, is_whole: bool) -> None:
         windows, keys, log_decays, deltas, states = zip(*self._stages, strict=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dspark.kernels import kda
+from dspark.kernels.kda import reference as kda
 from dspark.layers.rms_norm import RMSNorm
 from dspark.target.cache import Layout, LinearMemory, LinearStage
 from dspark.target.config import TargetConfig
@@ -47,7 +47,9 @@ class LinearAttention(nn.Module):
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         with torch.autocast(x_ND.device.type, enabled=False):
             if memory is None:
-                memory = self._nothing(inputs_BTC, wide)
+                num_sequences, _, channels = inputs_BTC.shape
+                state_BHEF = inputs_BTC.new_zeros(num_sequences, *heads, self.head_dim, dtype=wide)
+                memory = LinearMemory(state_BHEF, inputs_BTC.new_zeros(num_sequences, self.num_history, channels))
             window_BWC = torch.cat((memory.history_BWC, inputs_BTC), 1)
             taps_CJ = torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
             mixed = torch.unflatten(kda.short_conv(window_BWC, taps_CJ), -1, (3, *heads))
@@ -61,8 +63,3 @@ class LinearAttention(nn.Module):
             o_NHF = kda.gated_rms_norm(layout.pack(rule.o_BTHF), self.o_norm.weight, gate_NHF, self.o_norm.eps)
         y_ND = self.o_proj(o_NHF.flatten(1).to(gate_NHF.dtype))
         return y_ND, LinearStage(window_BWC, k_BTHE, log_decay_BTHE, rule.deltas_BTHF, rule.state_BHEF)
-
-    def _nothing(self, inputs_BTC: Tensor, wide: torch.dtype) -> LinearMemory:
-        num_sequences, _, channels = inputs_BTC.shape
-        state_BHEF = inputs_BTC.new_zeros(num_sequences, self.num_heads, self.head_dim, self.head_dim, dtype=wide)
-        return LinearMemory(state_BHEF, inputs_BTC.new_zeros(num_sequences, self.num_history, channels))

@@ -1,6 +1,6 @@
 """The memory of one sequence on one rank: states, latent rows, length. Allocated once; captured graphs refer to it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ NUM_COUNTERS = 65536
 """Arrival counters that all split reductions share; kernels leave them at zero."""
 
 
-@dataclass(frozen=True)
-class Buffers:
+class Buffers(NamedTuple):
     """Committed memory of one sequence, and what every pass shares.
     Shapes: state_LHEF and history_LWC the linear layers' memory (the W inputs before the next token); rows_MJC the
     latent layers' rows, of which the first length_1 (int64) count; angles_JE2 of every position; counters int32.

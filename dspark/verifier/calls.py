@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,8 +28,7 @@ def named(kind: str, call: Caller, **always: bool) -> Caller:
     return run
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A kernel call that can be made again on the same inputs."""
 
     function: Callable[..., Any]

@@ -1,10 +1,9 @@
 """The verifier as a ``Target``: one sequence, static buffers, a captured pass for every window length."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -25,8 +24,7 @@ from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
 from dspark.verifier.window import Window, read_window
 
 
-@dataclass(frozen=True)
-class VerifierCache:
+class VerifierCache(NamedTuple):
     """The sequence that a verifier holds since its ``number``-th prefill; a later prefill takes its place."""
 
     number: int
@@ -46,7 +44,6 @@ class Verifier:
         weights: VerifierWeights,
         capacity_tokens: int,
         target_layer_ids: tuple[int, ...] = (),
-        is_chained: bool = True,
         ranks: Ranks = ALONE,
     ) -> None:
         check_parts(weights, target_layer_ids, ranks)
@@ -54,7 +51,7 @@ class Verifier:
             from dspark.kernels.launch import keep_shared_memory  # Triton, which a CPU may lack
 
             keep_shared_memory()
-        self.weights, self.config, self.is_chained = weights, weights.config, is_chained
+        self.weights, self.config, self.is_chained = weights, weights.config, True
         self.vocab_size, self.hidden_size = self.config.vocab_size, self.config.hidden_size
         self.num_layers, self.embedding_VD = self.config.num_hidden_layers, weights.embedding_VD
         self.target_layer_ids, self.ranks = target_layer_ids, ranks
@@ -64,7 +61,8 @@ class Verifier:
         self.most_tokens = 0
         """At least the committed length; exact unless device-resident steps ran since it was last read."""
         self._windows: dict[int, Captured[Window]] = {}
-        self._dense = {n: router.dense_dispatch(n, weights.device) for n in range(1, MAX_TOKENS + 1)}
+        self.dense = {n: router.dense_dispatch(n, weights.device) for n in range(1, MAX_TOKENS + 1)}
+        """By window length: the constant dispatch of a dense MLP."""
         self.forced: dict[int, Sequence[router.Dispatch]] = {}
         """By window length: what the mixture layers' experts get, one a layer, in passes captured from then on."""
         self._number = 0
@@ -164,7 +162,7 @@ class Verifier:
     def read(self, num_tokens: int, call: Caller = call) -> Window:
         """One pass over the first ``num_tokens`` of ids_T."""
         chain = Chain(call, self.config, self.buffers, self.is_chained, self.forced.get(num_tokens, ()))
-        ids_T, dense = self.ids_T[:num_tokens], self.dense(num_tokens)
+        ids_T, dense = self.ids_T[:num_tokens], self.dense[num_tokens]
         return read_window(ids_T, self.weights, self.target_layer_ids, dense, chain, self.ranks)
 
     def commit_window(self, window: Window, count_1: torch.Tensor, call: Caller = call) -> None:
@@ -189,10 +187,6 @@ class Verifier:
     def drop_stage(self) -> None:
         """Forget the staged tokens: a commit of them is refused from now on."""
         self._staged = None
-
-    def dense(self, num_tokens: int) -> router.Dispatch:
-        """The constant dispatch of a dense MLP."""
-        return self._dense[num_tokens]
 
     def make_room(self, num_tokens: int) -> None:
         """Raises: ConfigError when ``num_tokens`` more do not fit a window or the memory; RankError for a lost rank."""

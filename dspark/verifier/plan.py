@@ -1,7 +1,7 @@
 """What a rank needs of its device, known before anything is allocated: the GPU's kind, and how many bytes."""
 
 import os
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ LOGIT_ROWS = 512
 """Rows of full-vocabulary logits that whoever reads packs is expected to ask for at once."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Bytes on one rank: weights; recurrent states and conv history; latent rows; intermediates of a pass."""
 
     weight_bytes: int
@@ -33,7 +32,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        return sum(astuple(self))
+        return sum(self)
 
     def check(self, free_bytes: int, place: str) -> None:
         """Raises: ConfigError when the rank does not fit in ``free_bytes``."""
@@ -46,7 +45,7 @@ class Plan:
 
     def parts(self) -> dict[str, int]:
         """The bytes by name."""
-        return dict(zip(("weights", "states", "latent cache", "scratch"), astuple(self), strict=True))
+        return dict(zip(("weights", "states", "latent cache", "scratch"), self, strict=True))
 
 
 def make_plan(

@@ -5,8 +5,9 @@ J taps of the short convolution, I inner width of an expert; L counts linear att
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,7 @@ from dspark.target.config import TargetConfig
 DIVIDED = ("num_attention_heads", "vocab_size", "intermediate_size", "moe_intermediate_size")
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """Which of ``world_size`` equal parts of the target this process holds."""
 
     rank: int = 0
@@ -65,8 +65,7 @@ def precision_of(dtype: Dtypes) -> Precision:
     return dtype if isinstance(dtype, Precision) else Precision(dtype)
 
 
-@dataclass(frozen=True)
-class LinearWeights:
+class LinearWeights(NamedTuple):
     """All linear attention layers. The rows of in_LCD are q | k | v | f | g | b, those of conv_LCJ q | k | v."""
 
     in_LCD: torch.Tensor
@@ -77,8 +76,7 @@ class LinearWeights:
     out_LDC: torch.Tensor
 
 
-@dataclass(frozen=True)
-class LatentWeights:
+class LatentWeights(NamedTuple):
     """One latent attention layer. The rows of in_CD are q (or q_a) | kv_a | g; q_norm and q_b are None without q_a."""
 
     in_CD: torch.Tensor
@@ -90,8 +88,7 @@ class LatentWeights:
     out_DC: torch.Tensor
 
 
-@dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeights(NamedTuple):
     """Experts of one layer, the shared one last: gate rows then up rows, and each one's SwiGLU limit (inf: none)."""
 
     gate_up_XCD: torch.Tensor
@@ -99,16 +96,14 @@ class ExpertWeights:
     limits_X: torch.Tensor
 
 
-@dataclass(frozen=True)
-class RouterWeights:
+class RouterWeights(NamedTuple):
     """The router of one layer, the same on every rank."""
 
     gate_XD: torch.Tensor
     bias_X: torch.Tensor
 
 
-@dataclass(frozen=True)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """One layer; ``latent`` is None in a linear attention layer, ``router`` where a dense MLP is the only expert."""
 
     input_norm_D: torch.Tensor
@@ -118,8 +113,7 @@ class LayerWeights:
     experts: ExpertWeights
 
 
-@dataclass(frozen=True)
-class VerifierWeights:
+class VerifierWeights(NamedTuple):
     """What one rank holds. The embedding is whole, since a step reads few of its rows; the head is the rank's part."""
 
     config: TargetConfig
@@ -148,8 +142,7 @@ class VerifierWeights:
         return sum(tensor.nbytes for tensor in tensors_of(self))
 
 
-@dataclass(frozen=True)
-class MtpWeights:
+class MtpWeights(NamedTuple):
     """What one rank holds of the target's multi-token prediction layer; embedding and head are the verifier's.
     eh_DC, the embedding's half first, is whole on every rank, as in vLLM and SGLang: its part alone would save a rank
     of four 20 MB of reading, which takes no longer than the sum over ranks that it would need.
@@ -219,13 +212,9 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple):
         for part in value:
             yield from tensors_of(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
 
 
-@dataclass(frozen=True)
-class _Maker:
+class _Maker(NamedTuple):
     """Makes a tensor of a rank's weights from the names of what it holds and its shape."""
 
     config: TargetConfig

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +185,9 @@ def test_several_ranks_record_what_one_does(config: Path) -> None:
         (config.parent / name).mkdir()
         for path in prepared.iterdir():
             (config.parent / name / path.name).write_bytes(path.read_bytes())
-        subprocess.run(
-            [sys.executable, "-m", "dspark.cli.main", *run, "--set", f"record.folder={config.parent / name}", *options],
-            check=True, capture_output=True,
-        )  # fmt: skip
+        folder = f"record.folder={config.parent / name}"
+        result = CliRunner().invoke(app, [*run, "--set", folder, *options], catch_exceptions=False)
+        assert result.exit_code == 0
     alone, together = (RecordReader(config.parent / name) for name in ("alone", "together"))
     for index in range(len(alone)):
         ours, theirs = together.fields(index), alone.fields(index)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.kernels import kda
+from dspark.kernels.kda import reference as kda
 
 TOLERANCE = {torch.float64: {"rtol": 1e-12, "atol": 1e-14}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
 

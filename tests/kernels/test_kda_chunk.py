@@ -6,8 +6,9 @@ import pytest
 import torch
 from kernels.compiling import compile_sm90
 
-from dspark.kernels import kda, kda_chunk
+from dspark.kernels import kda_chunk
 from dspark.kernels.chunks import Chunks, lay_out
+from dspark.kernels.kda import reference as kda
 from dspark.kernels.kda_chunk import kernel, reference
 
 LOWER_BOUND, EPS = -5.0, 1e-6
@@ -58,7 +59,7 @@ def by_recurrence(inputs: Inputs, lengths: list[int]) -> tuple[torch.Tensor, tor
     outputs, states, double = [], [], inputs.double()
     for b, projected_TC in enumerate(double.projected_NC.split(lengths)):
         prepared_TC = kda.prepare(projected_TC, double.history_BWC[b], *double[2:5], -5.0)
-        rule = kda.reference._replay(prepared_TC, double.state_BHEF[b])
+        rule = kda._replay(prepared_TC, double.state_BHEF[b])
         gate_THF = projected_TC[:, 4 * (inner := rule.o_BTHF[0, 0].numel()) : 5 * inner].view_as(rule.o_BTHF[0])
         outputs.append(kda.gated_rms_norm(rule.o_BTHF[0], double.norm_F, gate_THF, EPS))
         states.append(rule.state_BHEF[0])

@@ -59,7 +59,9 @@ def random_layers(
         )
         for _ in range(layers)
     ]
-    prepared = [kda.prepare(*pair, *own) for *pair, own in zip(projected_LTC, history_LWC, parameters, strict=True)]
+    prepared = [
+        reference.prepare(*pair, *own) for *pair, own in zip(projected_LTC, history_LWC, parameters, strict=True)
+    ]
     state_LHEF = normal(layers, heads, width, width, dtype=wide)
     return Layers(projected_LTC, torch.stack(prepared), history_LWC, state_LHEF), parameters
 
@@ -175,10 +177,10 @@ def test_the_public_functions_are_the_plain_layer_of_the_model(kernel_device: to
     projected_TC, prepared_TC, history_WC, state_HEF = (x[0] for x in inputs)
     conv_CJ, a_log_H, dt_bias_HE, lower_bound = parameters
     window_BWC = torch.cat((history_WC, projected_TC[:, :96]))[None]
-    q, k, v = kda.short_conv(window_BWC, conv_CJ).unflatten(-1, (3, 2, 16)).unbind(2)
-    decay = kda.log_decay(projected_TC[None, :, 96:128].unflatten(-1, (2, 16)), a_log_H, dt_bias_HE, lower_bound)
+    q, k, v = reference.short_conv(window_BWC, conv_CJ).unflatten(-1, (3, 2, 16)).unbind(2)
+    decay = reference.log_decay(projected_TC[None, :, 96:128].unflatten(-1, (2, 16)), a_log_H, dt_bias_HE, lower_bound)
     beta_BTH = projected_TC[None, :, 160:].sigmoid()
-    rule = kda.chunked(kda.l2norm(q), kda.l2norm(k), v, decay, beta_BTH, state_HEF[None])
+    rule = reference.chunked(reference.l2norm(q), reference.l2norm(k), v, decay, beta_BTH, state_HEF[None])
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(kda.verify(prepared_TC, state_HEF, torch.float32), rule.o_BTHF[0], **close)
     kda.commit(*inputs, torch.tensor([5], device=kernel_device))

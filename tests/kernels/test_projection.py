@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernels.compiling import compile_sm90
 
-from dspark.kernels import kda, launch, projection
+from dspark.kernels import launch, projection
+from dspark.kernels.kda import reference as kda
 from dspark.kernels.projection import kernel, reference, ring
 from dspark.kernels.projection.kernel import Tile
 

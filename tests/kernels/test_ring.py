@@ -5,7 +5,8 @@ import torch
 from kernels.compiling import compile_sm90
 from kernels.test_projection import LOWER_BOUND, check_prepared, check_prepared_one_by_one, prepared_inputs
 
-from dspark.kernels import kda, residual
+from dspark.kernels import residual
+from dspark.kernels.kda import reference as kda
 from dspark.kernels.projection import ring
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Gluon has no interpreter")

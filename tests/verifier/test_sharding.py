@@ -137,7 +137,7 @@ def test_partial_sums_of_the_ranks_add_up_to_the_whole_models_layer_by_layer(
             else:
                 partial = latent_attention(x_TD, layer.latent, index - num_linear, chain)
             found.append(total(partial))
-            dense = verifier.dense(len(x_TD)) if layer.router is None else None
+            dense = verifier.dense[len(x_TD)] if layer.router is None else None
             found.append(total(feed(x_TD, layer.router, layer.experts, dense, chain)))
         return found
 

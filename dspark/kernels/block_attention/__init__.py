@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dspark.kernels.block_attention import reference
 from dspark.kernels.checks import check, check_window
+from dspark.kernels.forms import form_for
 
 
 def write(
@@ -30,12 +31,8 @@ def write(
     check(sizes, dtype, q_norm_E=q_norm_E, k_norm_E=k_norm_E)
     check(sizes | {"E": width // 2}, torch.promote_types(dtype, torch.float32), angles_JE2=angles_JE2)
     check({}, torch.int64, start_1=start_1)
-    inputs = (qkv_TC, q_norm_E, k_norm_E, eps, angles_JE2, start_1, keys_HJE, values_HJE, num_query_heads)
-    if not qkv_TC.is_cuda:
-        return reference.write(*inputs)
-    from dspark.kernels.block_attention import kernel  # Triton, which a CPU may lack
-
-    return kernel.write(*inputs, is_chained=is_chained)
+    run = form_for(qkv_TC, reference.write, is_chained=is_chained)
+    return run(qkv_TC, q_norm_E, k_norm_E, eps, angles_JE2, start_1, keys_HJE, values_HJE, num_query_heads)
 
 
 def attend(
@@ -60,11 +57,8 @@ def attend(
     width = check({}, dtype, q_THE=q_THE)["E"]
     check({"E": width}, dtype, num_strided=1, keys_HJE=keys_HJE, values_HJE=values_HJE)
     check({}, torch.int64, length_1=length_1)
-    if not q_THE.is_cuda:
-        return reference.attend(q_THE, keys_HJE, values_HJE, length_1, scale, num_splits)
-    from dspark.kernels.block_attention import kernel
-
-    return kernel.attend(q_THE, keys_HJE, values_HJE, length_1, scale, num_splits, is_chained=is_chained)
+    run = form_for(q_THE, reference.attend, is_chained=is_chained)
+    return run(q_THE, keys_HJE, values_HJE, length_1, scale, num_splits)
 
 
 def merge(context_STHE: Tensor, lse_STH: Tensor, dtype: torch.dtype, *, is_chained: bool = False) -> Tensor:
@@ -73,8 +67,4 @@ def merge(context_STHE: Tensor, lse_STH: Tensor, dtype: torch.dtype, *, is_chain
     Raises: ValueError for another shape or dtype.
     """
     check({}, torch.promote_types(dtype, torch.float32), context_STHE=context_STHE, lse_STH=lse_STH)
-    if not lse_STH.is_cuda:
-        return reference.merge(context_STHE, lse_STH, dtype)
-    from dspark.kernels.block_attention import kernel
-
-    return kernel.merge(context_STHE, lse_STH, dtype, is_chained=is_chained)
+    return form_for(lse_STH, reference.merge, is_chained=is_chained)(context_STHE, lse_STH, dtype)

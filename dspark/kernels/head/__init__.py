@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.checks import check, check_counters, check_window
+from dspark.kernels.forms import form_for
 from dspark.kernels.head import reference
 
 
@@ -23,11 +24,8 @@ def greedy(
     sizes = check({}, dtype, num_strided=1, hidden_TD=hidden_TD)
     check(sizes, dtype, wide, num_strided=1, head_VD=head_VD)
     check_counters(counters)
-    if not hidden_TD.is_cuda:
-        return reference.greedy(hidden_TD, head_VD, first_id)
-    from dspark.kernels.head import kernel
-
-    return kernel.greedy(hidden_TD, head_VD, first_id, counters, is_chained=is_chained)
+    run = form_for(hidden_TD, reference.greedy, counters=counters, is_chained=is_chained)
+    return run(hidden_TD, head_VD, first_id)
 
 
 def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: bool = False) -> tuple[Tensor, Tensor]:
@@ -43,8 +41,4 @@ def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: b
     check_window("ids_T", len(ids_T))
     sizes = check({}, torch.int64, ids_T=ids_T, best_ids_RT=best_ids_RT)
     check(sizes, torch.float32, best_RT=best_RT)
-    if not ids_T.is_cuda:
-        return reference.accept(ids_T, best_RT, best_ids_RT)
-    from dspark.kernels.head import kernel
-
-    return kernel.accept(ids_T, best_RT, best_ids_RT, is_chained=is_chained)
+    return form_for(ids_T, reference.accept, is_chained=is_chained)(ids_T, best_RT, best_ids_RT)

@@ -4,21 +4,8 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.checks import check, check_window
+from dspark.kernels.forms import form_for
 from dspark.kernels.kda import reference
-from dspark.kernels.kda.reference import (
-    chunked,
-    gated_rms_norm,
-    history_after,
-    l2norm,
-    log_decay,
-    prepare,
-    recurrence,
-    short_conv,
-    state_after,
-)
-
-__all__ = ["chunked", "commit", "gated_rms_norm", "history_after", "l2norm", "log_decay", "prepare", "recurrence"]
-__all__ += ["short_conv", "state_after", "verify"]
 
 
 def verify(prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype, *, is_chained: bool = False) -> Tensor:
@@ -34,11 +21,7 @@ def verify(prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype, *, is_cha
     num_heads, _, width = state_HEF.shape
     sizes = {"E": width, "C": num_heads * (5 * width + 1)}
     check(sizes, torch.float32, torch.float64, state_HEF=state_HEF, prepared_TC=prepared_TC)
-    if not prepared_TC.is_cuda:
-        return reference.verify(prepared_TC, state_HEF, dtype)
-    from dspark.kernels.kda import kernel  # Triton, which a CPU may lack
-
-    return kernel.verify(prepared_TC, state_HEF, dtype, is_chained=is_chained)
+    return form_for(prepared_TC, reference.verify, is_chained=is_chained)(prepared_TC, state_HEF, dtype)
 
 
 def commit(
@@ -57,8 +40,5 @@ def commit(
     check(sizes, history_LWC.dtype, num_strided=2, projected_LTC=projected_LTC)
     check({"L": num_layers, "C": 3 * num_heads * width}, history_LWC=history_LWC)
     check({}, torch.int64, count_1=count_1)
-    if not prepared_LTC.is_cuda:
-        return reference.commit(projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1)
-    from dspark.kernels.kda import kernel  # Triton, which a CPU may lack
-
-    return kernel.commit(projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1, is_chained=is_chained)
+    run = form_for(prepared_LTC, reference.commit, is_chained=is_chained)
+    run(projected_LTC, prepared_LTC, history_LWC, state_LHEF, count_1)

@@ -102,7 +102,9 @@ def commit_kernel(
             faded = rule.fade(state, kept, PIECES)
             state, _ = rule.advance(faded, rule.product(faded, k, PIECES), k, square, v, beta, PIECES)
             k, kept, v, beta = next_k, next_kept, next_v, next_beta
-        rule.store_state(state_ptr, state, lanes, columns, mask, E, PIECES)
+        for i in tl.static_range(PIECES):
+            row = lanes + i * rule.LANES
+            tl.store(state_ptr + row * E + columns, tl.reshape(state[i], columns.shape), mask=(row < E) & mask)
 
 
 def _warps(most: int, width: int, columns: int) -> int:

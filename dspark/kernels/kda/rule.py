@@ -35,14 +35,6 @@ def load_state(ptr, lanes, columns, mask, E: tl.constexpr, PIECES: tl.constexpr)
 
 
 @triton.jit
-def store_state(ptr, state, lanes, columns, mask, E: tl.constexpr, PIECES: tl.constexpr):
-    """Write what ``load_state`` read."""
-    for i in tl.static_range(PIECES):
-        row = lanes + i * LANES
-        tl.store(ptr + row * E + columns, tl.reshape(state[i], columns.shape), mask=(row < E) & mask)
-
-
-@triton.jit
 def load_rows(ptr, lanes, E: tl.constexpr, PIECES: tl.constexpr):
     """A vector over a head's rows."""
     row = ()

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dspark.kernels.checks import check
 from dspark.kernels.chunks import Chunks
+from dspark.kernels.forms import form_for
 from dspark.kernels.kda_chunk import reference
 
 
@@ -27,8 +28,4 @@ def read(
     check(sizes, dtype, history_BWC=history_BWC)
     check(sizes, torch.promote_types(dtype, torch.float32), state_BHEF=state_BHEF)
     inputs = (projected_NC, history_BWC, conv_CJ, a_log_H, dt_bias_HE, norm_F, state_BHEF, lower_bound, eps, chunks)
-    if not projected_NC.is_cuda:
-        return reference.read(*inputs)
-    from dspark.kernels.kda_chunk import kernel  # Triton, which a CPU may lack
-
-    return kernel.read(*inputs)
+    return form_for(projected_NC, reference.read)(*inputs)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels import kda
 from dspark.kernels.chunks import Chunks
+from dspark.kernels.kda import reference as kda
 
 
 def read(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.checks import check, check_counters
+from dspark.kernels.forms import form_for
 from dspark.kernels.markov import reference
 
 
@@ -25,13 +26,11 @@ def step(
     Raises: ValueError for another shape or dtype.
     Source: DSpark (arXiv 2607.05147), sequential head; Gumbel-max sampling: Maddison et al. 2014 (arXiv 1411.0030).
     """
-    options, wide = (noise_V, inverse_temperature_1, logits_V), torch.promote_types(w2_VR.dtype, torch.float32)
+    wide = torch.promote_types(w2_VR.dtype, torch.float32)
     sizes = check({"N": 1} if row_1 is None else {}, w2_VR.dtype, w2_VR=w2_VR, mixed_NR=mixed_NR)
     check(sizes, wide, base_V=base_V, noise_V=noise_V, logits_V=logits_V, inverse_temperature_1=inverse_temperature_1)
     check({}, torch.int64, row_1=row_1)
     check_counters(counters)
-    if not base_V.is_cuda:
-        return reference.step(base_V, mixed_NR, row_1, w2_VR, first_id, *options)
-    from dspark.kernels.markov import kernel  # Triton, which a CPU may lack
-
-    return kernel.step(base_V, mixed_NR, row_1, w2_VR, first_id, counters, *options, is_chained=is_chained)
+    run = form_for(base_V, reference.step, counters=counters, is_chained=is_chained)
+    options = {"noise_V": noise_V, "inverse_temperature_1": inverse_temperature_1, "logits_V": logits_V}
+    return run(base_V, mixed_NR, row_1, w2_VR, first_id, **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dspark.kernels.checks import check, check_window
 from dspark.kernels.chunks import Chunks
+from dspark.kernels.forms import form_for
 from dspark.kernels.mla import reference
 from dspark.kernels.mla.reference import BLOCK_ROWS, PACKED_ROWS, absorbed_attention, causal_attention
 
@@ -35,12 +36,8 @@ def attend_packed(
     sizes = check({}, q_NHE.dtype, num_strided=2, q_NHE=q_NHE)
     sizes = check(sizes, q_NHE.dtype, k_JHE=k_JHE, v_JHF=v_JHF)
     check(sizes, q_NHE.dtype, num_strided=1, turned_NHR=turned_NHR, turned_JR=turned_JR, gate_NH=gate_NH)
-    inputs = (q_NHE, turned_NHR, k_JHE, turned_JR, v_JHF, gate_NH, chunks, scale)
-    if not q_NHE.is_cuda:
-        return reference.attend_packed(*inputs)
-    from dspark.kernels.mla import packed  # Triton, which a CPU may lack
-
-    return packed.attend_packed(*inputs)
+    run = form_for(q_NHE, reference.attend_packed, "packed")
+    return run(q_NHE, turned_NHR, k_JHE, turned_JR, v_JHF, gate_NH, chunks, scale)
 
 
 def absorb(
@@ -67,12 +64,8 @@ def absorb(
     sizes = {"J": num_rows, "E": (width - latent) // 2}
     check(sizes, torch.promote_types(dtype, torch.float32), angles_JE2=angles_JE2)
     check({}, torch.int64, length_1=length_1)
-    inputs = (projected_TC, norm_weight_C, eps, keys_HEC, angles_JE2, rows_JC, length_1)
-    if not projected_TC.is_cuda:
-        return reference.absorb(*inputs)
-    from dspark.kernels.mla import kernel  # Triton, which a CPU may lack
-
-    return kernel.absorb(*inputs, is_chained=is_chained)
+    run = form_for(projected_TC, reference.absorb, is_chained=is_chained)
+    return run(projected_TC, norm_weight_C, eps, keys_HEC, angles_JE2, rows_JC, length_1)
 
 
 def attend(
@@ -98,11 +91,8 @@ def attend(
     if not 0 < value_width <= width or num_splits < 1:
         found = f"value_width {value_width} and {num_splits} splits"
         raise ValueError(f"expected a value_width in 1..{width} and at least one split, found {found}")
-    if not q_THC.is_cuda:
-        return reference.attend(q_THC, rows_JC, length_1, value_width, scale, num_splits)
-    from dspark.kernels.mla import kernel
-
-    return kernel.attend(q_THC, rows_JC, length_1, value_width, scale, num_splits, is_chained=is_chained)
+    run = form_for(q_THC, reference.attend, is_chained=is_chained)
+    return run(q_THC, rows_JC, length_1, value_width, scale, num_splits)
 
 
 def finish(
@@ -119,8 +109,4 @@ def finish(
     sizes = check({}, dtype, context_STHC=context_STHC)
     check(sizes, torch.promote_types(dtype, torch.float32), lse_STH=lse_STH)
     check(sizes, dtype, num_strided=1, values_HFC=values_HFC, gate_TH=gate_TH)
-    if not gate_TH.is_cuda:
-        return reference.finish(context_STHC, lse_STH, values_HFC, gate_TH)
-    from dspark.kernels.mla import kernel
-
-    return kernel.finish(context_STHC, lse_STH, values_HFC, gate_TH, is_chained=is_chained)
+    return form_for(gate_TH, reference.finish, is_chained=is_chained)(context_STHC, lse_STH, values_HFC, gate_TH)

@@ -134,21 +134,6 @@ def rows_of(
 
 
 @triton.jit
-def queries(
-    q, first, end, VALUE: tl.constexpr, ROPE: tl.constexpr, VALUE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Query rows first .. end - 1, and the start of their softmax: maximum, sum, context."""
-    row_N = first + tl.arange(0, TILE)
-    column_C, place_E = tl.arange(0, VALUE_PAD)[None, :], tl.arange(0, ROPE_PAD)[None, :]
-    at_N, is_row_N = q + row_N[:, None] * (VALUE + ROPE), (row_N < end)[:, None]
-    q_NC = tl.load(at_N + column_C, mask=is_row_N & (column_C < VALUE), other=0.0)
-    q_NE = tl.load(at_N + VALUE + place_E, mask=is_row_N & (place_E < ROPE), other=0.0)
-    zero_N = tl.zeros([TILE], tl.float32)
-    return row_N, q_NC, q_NE, zero_N - float("inf"), zero_N, tl.zeros([VALUE_PAD, TILE], tl.float32)
-
-
-@triton.jit
 def fold(latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT: tl.constexpr):
     """Cached rows J join the softmax of query rows N, of which each sees the rows up to its end."""
     scores_JN = tl.dot(latent_JC.to(DOT), tl.trans(q_NC.to(DOT)), input_precision="ieee")
@@ -161,21 +146,6 @@ def fold(latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N,
     sum_N = sum_N * fade_N + tl.sum(p_JN, 0)
     context_CN = tl.dot(tl.trans(latent_JC.to(DOT)), p_JN.to(DOT), context_CN * fade_N[None, :], input_precision="ieee")
     return new_max_N, sum_N, context_CN
-
-
-@triton.jit
-def write(
-    context, lse, split, count, row_N, end, is_any, max_N, sum_N, context_CN,
-    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
-):  # fmt: skip
-    """A split's results of query rows N; their context only if the split has rows to see."""
-    sum_N = tl.where(sum_N > 0, sum_N, 1.0)  # of a row that sees nothing here: its maximum says so
-    place_N, is_row_N = split * count + row_N, row_N < end
-    tl.store(lse + place_N, (max_N + tl.log2(sum_N)) * 0.6931471805599453, mask=is_row_N)
-    if is_any:
-        column_C = tl.arange(0, VALUE_PAD)[:, None]
-        mean_CN = (context_CN / sum_N[None, :]).to(context.dtype.element_ty)
-        tl.store(context + place_N[None, :] * VALUE + column_C, mean_CN, mask=is_row_N[None, :] & (column_C < VALUE))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_splits", "share"])
@@ -200,7 +170,13 @@ def attend_kernel(
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, count)
     limit = tl.minimum(committed + (end - 1) // HEADS + 1, num_rows)
-    row_N, q_NC, q_NE, max_N, sum_N, context_CN = queries(q, first, end, VALUE, ROPE, VALUE_PAD, ROPE_PAD, TILE)
+    row_N = first + tl.arange(0, TILE)
+    column_C, place_E = tl.arange(0, VALUE_PAD)[None, :], tl.arange(0, ROPE_PAD)[None, :]
+    at_N, is_row_N = q + row_N[:, None] * (VALUE + ROPE), (row_N < end)[:, None]
+    q_NC = tl.load(at_N + column_C, mask=is_row_N & (column_C < VALUE), other=0.0)
+    q_NE = tl.load(at_N + VALUE + place_E, mask=is_row_N & (place_E < ROPE), other=0.0)
+    sum_N, context_CN = tl.zeros([TILE], tl.float32), tl.zeros([VALUE_PAD, TILE], tl.float32)
+    max_N = sum_N - float("inf")
     end_N = tl.minimum(committed + row_N // HEADS, num_rows - 1)
     fresh_J = held_J + (tl.load(length).to(tl.int32) - committed)  # held_J, but its addresses held no registers so far
     is_fresh_J = (held_J >= committed) & (held_J < limit)
@@ -222,7 +198,13 @@ def attend_kernel(
                 more_JC, more_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT
             )  # fmt: skip
     is_any = split * BLOCK < limit
-    write(context, lse, split, count, row_N, end, is_any, max_N, sum_N, context_CN, VALUE, VALUE_PAD)
+    sum_N = tl.where(sum_N > 0, sum_N, 1.0)  # of a row that sees nothing here: its maximum says so
+    place_N = split * count + row_N
+    tl.store(lse + place_N, (max_N + tl.log2(sum_N)) * 0.6931471805599453, mask=row_N < end)
+    if is_any:  # else the context is undefined
+        value_C = tl.arange(0, VALUE_PAD)[:, None]
+        mean_CN = (context_CN / sum_N[None, :]).to(context.dtype.element_ty)
+        tl.store(context + place_N[None, :] * VALUE + value_C, mean_CN, mask=(row_N < end)[None, :] & (value_C < VALUE))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dspark.kernels.checks import check
+from dspark.kernels.forms import form_for
 from dspark.kernels.moe import reference
 from dspark.kernels.moe.reference import sort_by_expert, swiglu
 from dspark.kernels.router import Dispatch
@@ -29,7 +30,10 @@ def run_experts(
     rows_MD = x_ND.to(dtype)[order_M // ids_NK.shape[1]]
     gate_MI, up_MI = multiply(rows_MD, gate_up_XID.to(dtype), ends_X).chunk(2, 1)
     outputs_MD = multiply(swiglu(gate_MI, up_MI, limit), down_XDI.to(dtype), ends_X)
-    return reference.combine(outputs_MD, order_M, weights_NK)
+    # Outputs go back into the order of the picks; each row is summed by weight.
+    place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+    outputs_NKD = outputs_MD.index_select(0, place_M).view(*weights_NK.shape, -1).to(weights_NK.dtype)
+    return (outputs_NKD * weights_NK.unsqueeze(-1)).sum(1)
 
 
 def multiply(rows_MD: Tensor, weight_XCD: Tensor, ends_X: Tensor) -> Tensor:
@@ -52,11 +56,7 @@ def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor
     check(sizes, limits_X=limits_X)
     if ids_NJ.numel() >= 1 << 31:
         raise ValueError(f"ids_NJ: expected fewer than 2**31, found {ids_NJ.numel()}")
-    if not x_ND.is_cuda:
-        return reference.run_each(x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X)
-    from dspark.kernels.moe import grouped  # Triton, which a CPU may lack
-
-    return grouped.run_each(x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X)
+    return form_for(x_ND, reference.run_each, "grouped")(x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X)
 
 
 def up(x_TD: Tensor, gate_up_XCD: Tensor, dispatch: Dispatch, limits_X: Tensor, *, is_chained: bool = False) -> Tensor:
@@ -67,11 +67,7 @@ def up(x_TD: Tensor, gate_up_XCD: Tensor, dispatch: Dispatch, limits_X: Tensor, 
     sizes = {"T": len(dispatch.weights_TJ), "C": gate_up_XCD.shape[1] // 2 * 2}
     sizes = check(sizes, x_TD.dtype, gate_up_XCD=gate_up_XCD, x_TD=x_TD)
     check(sizes, torch.float32, limits_X=limits_X)
-    if not x_TD.is_cuda:
-        return reference.up(x_TD, gate_up_XCD, dispatch, limits_X)
-    from dspark.kernels.moe import kernel  # Triton, which a CPU may lack
-
-    return kernel.up(x_TD, gate_up_XCD, dispatch, limits_X, is_chained=is_chained)
+    return form_for(x_TD, reference.up, is_chained=is_chained)(x_TD, gate_up_XCD, dispatch, limits_X)
 
 
 def down(act_MI: Tensor, down_XDI: Tensor, dispatch: Dispatch, *, is_chained: bool = False) -> Tensor:
@@ -81,8 +77,4 @@ def down(act_MI: Tensor, down_XDI: Tensor, dispatch: Dispatch, *, is_chained: bo
     (which is ``up``). Raises ValueError for other shapes or dtypes.
     """
     check({"M": dispatch.weights_TJ.numel()}, down_XDI.dtype, down_XDI=down_XDI, act_MI=act_MI)
-    if not act_MI.is_cuda:
-        return reference.down(act_MI, down_XDI, dispatch)
-    from dspark.kernels.moe import kernel
-
-    return kernel.down(act_MI, down_XDI, dispatch, is_chained=is_chained)
+    return form_for(act_MI, reference.down, is_chained=is_chained)(act_MI, down_XDI, dispatch)

@@ -75,27 +75,6 @@ def _round(x, DTYPE: tl.constexpr, DOT: tl.constexpr):
         return x.to(DTYPE).to(tl.float32)
 
 
-@triton.jit
-def _store_tile(
-    outputs, limits, acc, pair, expert, tile, HALVES: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    DOT: tl.constexpr,
-):  # fmt: skip
-    """Round a unit's sums and write them to its pairs' rows; two halves are gate and up and become SwiGLU first."""
-    DTYPE: tl.constexpr = outputs.dtype.element_ty
-    N: tl.constexpr = acc.shape[1]
-    row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    acc = _round(acc, DTYPE, DOT)
-    if HALVES == 2:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_R, N)), (1, 2, 0)))
-        limit = tl.load(limits + expert)
-        gate = _round(gate / (1.0 + tl.exp(-gate)), DTYPE, DOT)
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        acc = _round(gate * up, DTYPE, DOT)
-    pointers = outputs + pair[None, :] * R + row[:, None]
-    tl.store(pointers, acc.to(DTYPE), mask=(pair >= 0)[None, :] & (row < R)[:, None])
-
-
 @triton.jit(do_not_specialize=["last_expert"])
 def _unit_kernel(
     inputs, weights, limits, experts, pairs, outputs, last_expert, PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr,
@@ -136,7 +115,19 @@ def _unit_kernel(
             w_tile = _weight_tile(weights, expert, tile, start, HALVES, R, K, BLOCK_R, BLOCK_K)
             x_tile = _input_tile(inputs, pair, start, PAIRS_A_ROW, K, BLOCK_K).to(DOT)
             acc = tl.dot(w_tile.to(DOT), tl.trans(x_tile), acc, input_precision="ieee")
-    _store_tile(outputs, limits, acc, pair, expert, tile, HALVES, R, BLOCK_R, DOT)
+    # Round a unit's sums and write them to its pairs' rows; two halves are gate and up and become SwiGLU first.
+    DTYPE: tl.constexpr = outputs.dtype.element_ty
+    row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    acc = _round(acc, DTYPE, DOT)
+    if HALVES == 2:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_R, N)), (1, 2, 0)))
+        limit = tl.load(limits + expert)
+        gate = _round(gate / (1.0 + tl.exp(-gate)), DTYPE, DOT)
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        acc = _round(gate * up, DTYPE, DOT)
+    pointers = outputs + pair[None, :] * R + row[:, None]
+    tl.store(pointers, acc.to(DTYPE), mask=(pair >= 0)[None, :] & (row < R)[:, None])
 
 
 def up(

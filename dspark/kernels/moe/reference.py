@@ -28,13 +28,6 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     return activated * up
 
 
-def combine(outputs_MD: Tensor, order_M: Tensor, weights_NK: Tensor) -> Tensor:
-    """Put sorted outputs back in the order of the picks and sum each row's by weight, in the weights' dtype."""
-    place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.shape[0], device=order_M.device))
-    outputs_NKD = outputs_MD.index_select(0, place_M).view(*weights_NK.shape, -1).to(weights_NK.dtype)
-    return (outputs_NKD * weights_NK.unsqueeze(-1)).sum(1)
-
-
 def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor, limits_X: Tensor) -> Tensor:
     """Every row through the J experts that were chosen for it, each expert with its clamp: outputs_NJD."""
     order_M, ends_X = sort_by_expert(ids_NJ, len(limits_X))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.checks import check, check_counters, check_window
+from dspark.kernels.forms import form_for
 from dspark.kernels.projection import reference
 
 
@@ -20,11 +21,8 @@ def project(
     _check(x_TD, weight_CD, counters)
     if out_dtype not in {None, x_TD.dtype, torch.float32}:
         raise ValueError(f"out_dtype: expected {x_TD.dtype} or float32, found {out_dtype}")
-    if not x_TD.is_cuda:
-        return reference.project(x_TD, weight_CD, out_dtype)
-    from dspark.kernels.projection import kernel
-
-    return kernel.project(x_TD, weight_CD, counters, out_dtype=out_dtype, is_chained=is_chained)
+    run = form_for(x_TD, reference.project, counters=counters, is_chained=is_chained)
+    return run(x_TD, weight_CD, out_dtype=out_dtype)
 
 
 def project_gated(
@@ -41,11 +39,8 @@ def project_gated(
     sizes = check({}, weight_CD.dtype, num_strided=2, o_THF=o_THF, gate_THF=gate_THF)
     check(sizes, norm_weight_F=norm_weight_F)
     _check(o_THF.flatten(1), weight_CD, counters)
-    if not o_THF.is_cuda:
-        return reference.project_gated(o_THF, norm_weight_F, gate_THF, weight_CD, eps)
-    from dspark.kernels.projection import kernel
-
-    return kernel.project_gated(o_THF, norm_weight_F, gate_THF, weight_CD, eps, counters, is_chained=is_chained)
+    run = form_for(o_THF, reference.project_gated, counters=counters, is_chained=is_chained)
+    return run(o_THF, norm_weight_F, gate_THF, weight_CD, eps)
 
 
 def project_prepared(
@@ -69,12 +64,8 @@ def project_prepared(
     check(sizes, dtype, num_strided=1, weight_CD=weight_CD)
     check(sizes, dtype, projected_TC=out[0])
     check(sizes, wide, prepared_TC=out[1])
-    inputs = (x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound)
-    if not x_TD.is_cuda:
-        return reference.project_prepared(*inputs, out)
-    from dspark.kernels.projection import kernel
-
-    kernel.project_prepared(*inputs, counters, out, is_chained=is_chained)
+    run = form_for(x_TD, reference.project_prepared, counters=counters, is_chained=is_chained)
+    run(x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out=out)
 
 
 def _check(x_TD: Tensor, weight_CD: Tensor, counters: Tensor) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels import kda
+from dspark.kernels.kda import reference as kda
 
 
 def project(x_TD: Tensor, weight_CD: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

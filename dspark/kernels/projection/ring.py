@@ -113,22 +113,6 @@ def _load_parameters(firsts, history, conv, a_log, dt_bias, PIECES: gl.constexpr
     return parameters
 
 
-@gluon.jit
-def _finish(
-    shared, y, prepared, first, num_tokens, parameters, lower_bound, C, ROWS: gl.constexpr, SLICES: gl.constexpr, H, E,
-    J,
-):  # fmt: skip
-    """Add the slices, round, write, and write what becomes of the rounded values."""
-    taps, old, rate, bias = parameters
-    row, token = _places(first, ROWS)
-    sums = gl.permute(gl.sum(shared.load(_slices_layout(SLICES, ROWS)), 0), (1, 0))
-    rounded = gl.convert_layout(sums, _channels_layout(ROWS), assert_trivial=True).to(y.dtype.element_ty)
-    at, mask = token * C + row, (row < C) & (token < num_tokens)
-    gl.store(y + at, rounded, mask=mask)
-    values = prepare(rounded.to(gl.float32), taps, old, rate, bias, lower_bound, row, token, H, E, J)
-    gl.store(prepared + at, values, mask=mask)
-
-
 @gluon.jit(do_not_specialize=["num_tokens"])  # one program text for every T
 def ring_kernel(
     x, weight, y, prepared, history, conv, a_log, dt_bias, num_tokens, lower_bound, x_stride, C: gl.constexpr,
@@ -183,11 +167,15 @@ def ring_kernel(
     shared = ()
     for i in gl.static_range(len(PIECES)):
         shared += (_share(sums[i]),)
-    for i in gl.static_range(len(PIECES)):
-        _finish(
-            shared[i], y, prepared, firsts[i], num_tokens, parameters[i], lower_bound, C, _piece(PIECES, i), SLICES, H,
-            E, J,
-        )  # fmt: skip
+    for i in gl.static_range(len(PIECES)):  # add the slices, round, write, and write what becomes of the rounded values
+        taps, old, rate, bias = parameters[i]
+        row, w = _places(firsts[i], _piece(PIECES, i))
+        total = gl.permute(gl.sum(shared[i].load(_slices_layout(SLICES, _piece(PIECES, i))), 0), (1, 0))
+        total = gl.convert_layout(total, _channels_layout(_piece(PIECES, i)), assert_trivial=True)
+        rounded, at, mask = total.to(y.dtype.element_ty), w * C + row, (row < C) & (w < num_tokens)
+        gl.store(y + at, rounded, mask=mask)
+        values = prepare(rounded.to(gl.float32), taps, old, rate, bias, lower_bound, row, w, H, E, J)
+        gl.store(prepared + at, values, mask=mask)
 
 
 def shape(num_rows: int, num_columns: int) -> dict[str, Any]:

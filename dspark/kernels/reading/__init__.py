@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.checks import check
+from dspark.kernels.forms import form_for
 from dspark.kernels.reading import reference
 
 TILINGS = tuple((block, programs) for block in (4096, 8192, 16384) for programs in (264, 528, 1056))
@@ -17,8 +18,4 @@ def read_sums(x_N: Tensor, block: int, num_programs: int) -> Tensor:
     Raises: ValueError for another dtype or length.
     """
     check({"N": len(x_N) // block * block}, torch.int32, x_N=x_N)
-    if x_N.is_cuda:
-        from dspark.kernels.reading import kernel  # needs Triton
-
-        return kernel.read_sums(x_N, block, num_programs)
-    return reference.read_sums(x_N, block, num_programs)
+    return form_for(x_N, reference.read_sums)(x_N, block, num_programs)

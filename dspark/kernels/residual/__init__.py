@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.checks import check
+from dspark.kernels.forms import form_for
 from dspark.kernels.residual import reference
 
 
@@ -22,11 +23,8 @@ def add_norm(
     sizes = check({}, dtype, residual_TD=residual_TD, norm_weight_D=norm_weight_D)
     sizes = check(sizes, dtype, wide, parts_TKD=parts_TKD)
     check(sizes, wide, weights_TK=weights_TK)
-    if not residual_TD.is_cuda:
-        return reference.add_norm(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps)
-    from dspark.kernels.residual import kernel  # Triton, which a CPU may lack
-
-    return kernel.add_norm(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps, is_chained=is_chained)
+    run = form_for(residual_TD, reference.add_norm, is_chained=is_chained)
+    return run(parts_TKD, weights_TK, residual_TD, norm_weight_D, eps)
 
 
 def embed_norm(
@@ -39,8 +37,5 @@ def embed_norm(
     """
     check({}, torch.int64, ids_T=ids_T)
     check({}, embedding_VD.dtype, embedding_VD=embedding_VD, norm_weight_D=norm_weight_D)
-    if not embedding_VD.is_cuda:
-        return reference.embed_norm(ids_T, embedding_VD, norm_weight_D, eps)
-    from dspark.kernels.residual import kernel
-
-    return kernel.embed_norm(ids_T, embedding_VD, norm_weight_D, eps, is_chained=is_chained)
+    run = form_for(embedding_VD, reference.embed_norm, is_chained=is_chained)
+    return run(ids_T, embedding_VD, norm_weight_D, eps)

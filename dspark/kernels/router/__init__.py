@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS
 from dspark.kernels.checks import check, check_counters
+from dspark.kernels.forms import form_for
 from dspark.kernels.router import reference
 from dspark.kernels.router.reference import Dispatch, Law, dense_dispatch, list_pairs, route
 
@@ -13,11 +14,7 @@ __all__ = ["Dispatch", "Law", "choose", "dense_dispatch", "dispatch", "list_pair
 
 def choose(logits_NX: Tensor, bias_X: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """``reference.choose`` for any number of rows, from logits in float32 (or float64)."""
-    if not logits_NX.is_cuda:
-        return reference.choose(logits_NX, bias_X, law)
-    from dspark.kernels.router import kernel  # Triton, which a CPU may lack
-
-    return kernel.choose(logits_NX, bias_X, law)
+    return form_for(logits_NX, reference.choose)(logits_NX, bias_X, law)
 
 
 def dispatch(
@@ -39,8 +36,5 @@ def dispatch(
     sizes = check(sizes, x_TD.dtype, torch.float32, gate_XD=gate_XD)
     check(sizes, torch.float32, bias_X=bias_X)
     check_counters(counters)
-    if not x_TD.is_cuda:
-        return reference.dispatch(x_TD, gate_XD, bias_X, law)
-    from dspark.kernels.router import kernel
-
-    return kernel.dispatch(x_TD, gate_XD, bias_X, law, counters, is_chained=is_chained)
+    run = form_for(x_TD, reference.dispatch, counters=counters, is_chained=is_chained)
+    return run(x_TD, gate_XD, bias_X, law)

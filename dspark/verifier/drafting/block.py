@@ -113,7 +113,7 @@ class BlockDrafter:
         counters, eps, length_1 = verifier.buffers.counters, config.rms_norm_eps, verifier.buffers.length_1
         add_norm = verifier.ranks.add_norm
         chain = Chain(run, verifier.config, verifier.buffers, verifier.is_chained)
-        dense, num_heads = verifier.dense(config.block_size), weights.shard.part(config.num_attention_heads)
+        dense, num_heads = verifier.dense[config.block_size], weights.shard.part(config.num_attention_heads)
         norms = [*(layer.input_norm_D for layer in weights.layers), weights.norm_D]
         table_VD = verifier.weights.embedding_VD
         residual_KD, x_KD = run("embedding", residual.embed_norm, self._ids_K, table_VD, norms[0], eps)

@@ -1,7 +1,5 @@
 """The target's own multi-token prediction layer as a drafter (NEXTN): one pass of the layer a token."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -101,7 +99,7 @@ class MtpDrafter:
         verifier, weights, layer = self.verifier, self.weights, self.weights.layer
         plain, run = named(kind, call), named(kind, call, is_chained=verifier.is_chained)
         assert layer.latent is not None
-        buffers = replace(verifier.buffers, rows_MJC=self.rows_1JC, length_1=length_1)
+        buffers = verifier.buffers._replace(rows_MJC=self.rows_1JC, length_1=length_1)
         chain = Chain(plain, verifier.config, buffers, verifier.is_chained)
         add_norm, eps, width = verifier.ranks.add_norm, verifier.config.rms_norm_eps, verifier.hidden_size
         table_VD, zeros_TD = verifier.weights.embedding_VD, self._zeros_TD[: len(ids_T)]
@@ -113,7 +111,7 @@ class MtpDrafter:
         residual_TD, x_TD = run("eh_proj norm", residual.add_norm, *inputs)
         spoken = latent_attention(x_TD, layer.latent, 0, chain)
         residual_TD, x_TD = run("attention sum and norm", add_norm, *spoken, residual_TD, layer.post_norm_D, eps)
-        dense = verifier.dense(len(ids_T)) if layer.router is None else None
+        dense = verifier.dense[len(ids_T)] if layer.router is None else None
         spoken = feed(x_TD, layer.router, layer.experts, dense, chain)
         last_TD: Tensor = run("MoE sum and norm", add_norm, *spoken, residual_TD, weights.norm_D, eps)[1]
         return last_TD

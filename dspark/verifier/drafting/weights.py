@@ -1,9 +1,8 @@
 """A rank's part of a DSpark draft as the kernels take it. C counts rows of a fused projection, or columns of fc."""
 
 from copy import deepcopy
-from dataclasses import dataclass
 from math import inf
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,8 +18,7 @@ from dspark.verifier.weights import ExpertWeights, Shard
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size", "vocab_size")
 
 
-@dataclass(frozen=True)
-class DraftLayerWeights:
+class DraftLayerWeights(NamedTuple):
     """One layer: qkv_CD has the rows q | k | v of the rank's heads; the MLP is one expert without a limit."""
 
     input_norm_D: torch.Tensor
@@ -32,8 +30,7 @@ class DraftLayerWeights:
     experts: ExpertWeights
 
 
-@dataclass(frozen=True)
-class DraftWeights:
+class DraftWeights(NamedTuple):
     """What one rank holds of a draft.
 
     fc is split by columns: the sum over ranks comes with hidden_norm in the exchange that every block ends in, and one

@@ -78,15 +78,10 @@ class Devices(Processes):
         for start in range(0, len(residual_TD), LONG_ROWS):
             rows = slice(start, start + LONG_ROWS)
             weights = None if weights_TK is None else weights_TK[rows]
-            found.append(self._add_long(parts_TKD[rows], weights, residual_TD[rows], norm_weight_D, eps))
+            every = self._lay_open(partial_sum(parts_TKD[rows], weights), residual_TD.shape[1])
+            found.append(residual.add_norm(torch.stack(every, 1), None, residual_TD[rows], norm_weight_D, eps))
         residuals, normed = zip(*found, strict=True)
         return torch.cat(residuals), torch.cat(normed)
-
-    def _add_long(
-        self, parts_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        every = self._lay_open(partial_sum(parts_TKD, weights_TK), residual_TD.shape[1])
-        return residual.add_norm(torch.stack(every, 1), None, residual_TD, norm_weight_D, eps)
 
     def _lay_open(self, values: Tensor, width: int) -> list[Tensor]:
         """Every rank's values, of one shape, at most LONG_ROWS * width; the second call from this one replaces them."""

@@ -17,7 +17,7 @@ from dspark.verifier.buffers import Buffers
 from dspark.verifier.plan import PIECE_TOKENS, free_bytes, reading_bytes
 from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.reading.blocks import Rows, feed, latent_attention, linear_attention
-from dspark.verifier.weights import MtpWeights, VerifierWeights
+from dspark.verifier.weights import LinearWeights, MtpWeights, VerifierWeights
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def read_packed(
     for index, (layer, next_norm_D) in enumerate(zip(weights.layers, norms, strict=True)):
         if layer.latent is None:
             assert weights.linear is not None
-            memory = _linear_memory(weights, buffers, num_linear, len(lengths))
+            memory = _linear_memory(weights.linear, buffers, num_linear, len(lengths))
             partial_ND = linear_attention(x_ND, weights.linear, num_linear, rows, memory)
             num_linear += 1
         else:
@@ -112,13 +112,11 @@ def _lay_out(
 
 
 def _linear_memory(
-    weights: VerifierWeights, buffers: Buffers | None, index: int, num_sequences: int
+    linear: LinearWeights, buffers: Buffers | None, index: int, num_sequences: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """State and history of linear attention layer ``index``: the buffers' own, or fresh ones."""
     if buffers is not None:
         return buffers.state_LHEF[index][None], buffers.history_LWC[index][None]
-    linear = weights.linear
-    assert linear is not None
     (_, heads, width), (_, channels, num_taps) = linear.dt_bias_LHE.shape, linear.conv_LCJ.shape
     state_BHEF = linear.dt_bias_LHE.new_zeros(num_sequences, heads, width, width)
     return state_BHEF, linear.conv_LCJ.new_zeros(num_sequences, num_taps - 1, channels)
