@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, RecordError
 from dspark.files import write_whole
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -303,6 +303,14 @@ def validated(model: type[ModelT], tree: Any, place: object) -> ModelT:
         return model.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{place}: {describe_validation(error)}") from error
+
+
+def read_back(model: type[ModelT], content: bytes, place: object, hint: str, fault: str = "{}") -> ModelT:
+    """What a run wrote as JSON. Raises: RecordError of ``place``, ``fault`` with every wrong field, and ``hint``."""
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise RecordError(f"{place}: {fault.format(describe_validation(error))}; {hint}") from error
 
 
 def describe_validation(error: ValidationError) -> str:

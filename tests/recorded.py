@@ -1,5 +1,7 @@
 """What the tests of recording share: a table target, sequences of it, and their record."""
 
+import hashlib
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 from toy import TableTarget
 
-from dspark.data.chat import Encoded, digest
+from dspark.data.chat import Encoded, add_to_digest
 from dspark.record.capture import capture, take_turns
 from dspark.record.format import Manifest, plan_shards
 from dspark.record.leases import Leases
@@ -16,6 +18,14 @@ from dspark.record.writer import ShardWriter, missing_shards, start_record
 from dspark.types import Target
 
 VOCAB_SIZE, WIDTH, TAPS = 13, 5, (1, 3)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """The checksum of tensors [T] one after another."""
+    sha256 = hashlib.sha256()
+    for tensor in tensors:
+        add_to_digest(sha256, tensor.numpy())
+    return sha256.hexdigest()
 
 
 def make_target(dtype: torch.dtype = torch.float32) -> TableTarget:

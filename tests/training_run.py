@@ -15,12 +15,12 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
+from recorded import digest
 from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
 from torch import Tensor
 
 from dspark.config import RunConfig
-from dspark.data.chat import digest
 from dspark.distributed import start_accelerator
 from dspark.record.format import Manifest, plan_shards
 from dspark.record.leases import Leases

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark.cli.identity import describe_origin
 from dspark.cli.mixing import prompt_sources
-from dspark.cli.terminal import DEFAULT_DEVICE, Device, answer_progress, count_progress
+from dspark.cli.terminal import DEFAULT_DEVICE, Device, LeaveOut, answer_progress, count_progress
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import ChatFormat, check_length, encode_prompt
 from dspark.data.conversations import encode_each, parse_conversation, stream_rows
@@ -46,9 +46,7 @@ def prepare(
         bool, typer.Option("--as-given", help="Take data.sources with the answers they hold; the target is not asked.")
     ] = False,
     show: Annotated[int, typer.Option(min=0, help="Print the first so many conversations, and ask nothing.")] = 0,
-    leave_out_unusable: Annotated[
-        bool, typer.Option("--leave-out-unusable", help="Go on without the prompts that cannot be used.")
-    ] = False,
+    leave_out_unusable: LeaveOut = False,
     device: Device = DEFAULT_DEVICE,
 ) -> None:
     """Let the target answer data.sources; the responses go to record.folder. Run again to resume.
@@ -102,12 +100,10 @@ def prepare(
                 ask = served(on_failure, api_key, leave_out_unusable)
             kinds = write_responses(ask, tokenizer, prompts, header, path, on_rows)
     told_kinds = ", ".join(f"{kinds[name]} {name}" for name in (("given",) if as_given else ANSWERED))
-    notes = {
-        "conversations left out": header.num_left_out,
-        "failed tries": len(failures) and f"{len(failures)}, the last at {failures[-1]}",
-    }
     line = f"{kinds['rows'] - kinds['failed']} responses in {path}: {told_kinds}"
-    console.print(line + "".join(f"; {name}: {value}" for name, value in notes.items() if value), markup=False)
+    line += f"; conversations left out: {header.num_left_out}" if header.num_left_out else ""
+    line += f"; failed tries: {len(failures)}, the last at {failures[-1]}" if failures else ""
+    console.print(line, markup=False)
 
 
 def told(rows: Iterable[Any]) -> Iterator[Any]:

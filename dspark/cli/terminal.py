@@ -29,6 +29,7 @@ def check_device(name: str) -> str:
     return name
 
 
+LeaveOut = Annotated[bool, typer.Option("--leave-out-unusable", help="Go on without the rows that cannot be used.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", callback=check_device)]
 
 

@@ -1,7 +1,7 @@
 """A conversation through the target's chat template: ids to generate from, or ids with the mask of what to predict."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -130,16 +130,10 @@ def check_length(place: str, num_tokens: int, max_tokens: int) -> None:
         raise PromptError(f"{place}: {num_tokens} tokens, at most {max_tokens} (record.max_tokens) are allowed; {hint}")
 
 
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """SHA-256 over the lengths and contents of tensors [T]: equal exactly for equal ids (or masks) in equal order."""
-    sha256 = hashlib.sha256()
-    for tensor in tensors:
-        add_to_digest(sha256, tensor.numpy())
-    return sha256.hexdigest()
-
-
 def add_to_digest(sha256: "hashlib._Hash", values_T: NDArray[Any]) -> None:
-    """Take the next array [T] (ids in int64, masks in bool) into a ``digest``."""
+    """Take the length and content of the next array [T] (ids in int64, masks in bool) in: the checksum is equal exactly
+    for equal arrays in equal order.
+    """
     sha256.update(len(values_T).to_bytes(8, "little"))
     sha256.update(np.ascontiguousarray(values_T).data)
 
@@ -160,11 +154,10 @@ def _pieces(chat: ChatFormat, conversation: Conversation) -> list[tuple[str, boo
         header = _render(chat, conversation, messages[:index], is_open=True)
         turn = _render(chat, conversation, messages[: index + 1])
         if not (turn.startswith(header) and whole.startswith(turn)):
-            raise PromptError(
-                f"{conversation.place}: the template does not write message {index + 1} as {header[-40:]!r} plus its "
-                f"content, so the target would never be asked for it like this; make data.thinking "
-                f"({chat.is_thinking}) fit the text, or give every assistant turn as a conversation of its own"
-            )
+            found = f"the template does not write message {index + 1} as {header[-40:]!r} plus its content"
+            hint = f"make data.thinking ({chat.is_thinking}) fit the text, or give every assistant turn as a"
+            never = "so the target would never be asked for it like this"
+            raise PromptError(f"{conversation.place}: {found}, {never}; {hint} conversation of its own")
         pieces += [(whole[cursor : len(header)], False), (whole[len(header) : len(turn)], True)]
         cursor = len(turn)
     return [*pieces, (whole[cursor:], False)]
@@ -174,16 +167,13 @@ def _length_to_end_of_turn(chat: ChatFormat, conversation: Conversation, ids: li
     """How many of an assistant turn's ids reach to its end-of-turn token (templates may write a newline after it)."""
     ends = [index for index, token in enumerate(ids) if token in chat.stop_token_ids]
     if not ends:
-        raise PromptError(
-            f"{conversation.place}: an assistant turn ends without any of the target's end-of-turn ids "
-            f"{sorted(chat.stop_token_ids)}; check the chat template and eos_token_id in generation_config.json"
-        )
+        missing = f"an assistant turn ends without any of the target's end-of-turn ids {sorted(chat.stop_token_ids)}"
+        hint = "check the chat template and eos_token_id in generation_config.json"
+        raise PromptError(f"{conversation.place}: {missing}; {hint}")
     if len(ends) > 1:
-        raise PromptError(
-            f"{conversation.place}: an assistant turn goes on after an end-of-turn token "
-            f"{chat.tokenizer.convert_ids_to_tokens(ids[ends[0]])!r}, which the target never does; "
-            "take it out of the text, or give what follows as a turn of its own"
-        )
+        found = f"goes on after an end-of-turn token {chat.tokenizer.convert_ids_to_tokens(ids[ends[0]])!r}"
+        hint = "which the target never does; take it out of the text, or give what follows as a turn of its own"
+        raise PromptError(f"{conversation.place}: an assistant turn {found}, {hint}")
     return ends[0] + 1
 
 
@@ -193,10 +183,9 @@ def _render(
     if chat.tokenizer.chat_template is None:
         raise PromptError(f"{conversation.place}: the target has no chat template; give it rows with plain 'text'")
     options: dict[str, Any] = {"tools": list(conversation.tools) or None, "enable_thinking": chat.is_thinking}
+    options |= {"tokenize": False, "add_generation_prompt": is_open}
     try:
-        text = chat.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=is_open, **options
-        )
+        text = chat.tokenizer.apply_chat_template(list(messages), **options)
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise PromptError(f"{conversation.place}: the chat template refuses the messages: {error}") from error
     assert isinstance(text, str)

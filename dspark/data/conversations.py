@@ -83,10 +83,8 @@ def encode_each(
     if errors and not (is_leaving_out and counts["rows"] > counts["left out"]):
         number, named = counts["left out"], "\n  ".join(str(error) for error in errors)
         more = f"\n  and {number - _NUM_NAMED} more" if number > _NUM_NAMED else ""
-        raise PromptError(
-            f"{number} of {counts['rows']} conversations cannot be used:\n  {named}{more}\n"
-            "Mend these rows, or run again with --leave-out-unusable to go on without them."
-        )
+        hint = "Mend these rows, or run again with --leave-out-unusable to go on without them."
+        raise PromptError(f"{number} of {counts['rows']} conversations cannot be used:\n  {named}{more}\n{hint}")
 
 
 def source_rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
@@ -97,10 +95,15 @@ def source_rows(source: str, split: str) -> Iterable[tuple[int, Any]]:
     if path.suffix not in {".jsonl", ".parquet"}:
         if path.is_file():
             raise PromptError(f"{source}: prompts are read from files ending in .jsonl or .parquet; give it that name")
-        return enumerate(_hub_rows(source, split), 1)
+        fault = f"found no such file and no hub data set with split {split!r}"
+        hint = "check data.sources and data.split, or download the data set first"
+        return enumerate(_data_set_rows(source, fault, hint, source, split=split), 1)
     if not path.is_file():
         raise PromptError(f"{source}: no such file; give a .jsonl or .parquet file, or the name of a hub data set")
-    return _json_rows(source) if path.suffix == ".jsonl" else enumerate(_parquet_rows(source), 1)
+    if path.suffix == ".jsonl":
+        return _json_rows(source)
+    told = (source, "not a readable parquet file", "copy or download it again")
+    return enumerate(_data_set_rows(*told, "parquet", data_files=source, split="train", streaming=True), 1)
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
@@ -128,26 +131,13 @@ def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
             yield index, row
 
 
-def _parquet_rows(source: str) -> Iterator[Any]:
+def _data_set_rows(source: str, fault: str, hint: str, name: str, **options: Any) -> Iterator[Any]:
     from datasets.load import load_dataset
 
     try:
-        yield from load_dataset("parquet", data_files=source, split="train", streaming=True)
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise PromptError(f"{source}: not a readable parquet file ({error}); copy or download it again") from error
-
-
-def _hub_rows(source: str, split: str) -> Iterable[Any]:
-    from datasets.load import load_dataset
-
-    try:
-        rows: Iterable[Any] = load_dataset(source, split=split)
+        yield from load_dataset(name, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise PromptError(
-            f"{source}: found no such file and no hub data set with split {split!r} ({' '.join(str(error).split())}); "
-            "check data.sources and data.split, or download the data set first"
-        ) from error
-    return rows
+        raise PromptError(f"{source}: {fault} ({' '.join(str(error).split())}); {hint}") from error
 
 
 def parse_conversation(source: str, index: int, row: Any) -> Conversation:

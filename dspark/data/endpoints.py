@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import httpx
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from dspark.config import DataSection, describe_validation
 from dspark.data.chat import ChatFormat, asked_messages, encode_answer, encode_text
@@ -48,17 +48,13 @@ class Patience:
     unusable answers to one prompt."""
 
 
-class _Reply(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Message(_Reply):
+class _Message(BaseModel, strict=True):
     content: str
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
-class _Choice(_Reply):
+class _Choice(BaseModel, strict=True):
     finish_reason: Literal["stop", "length"]
     text: str | None = None
     message: _Message | None = None
@@ -68,7 +64,7 @@ class _Choice(_Reply):
     matched_stop: int | str | None = None
 
 
-class _Completion(_Reply):
+class _Completion(BaseModel, strict=True):
     choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
 
 

@@ -13,18 +13,9 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from dspark.config import (
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Share,
-    describe_validation,
-    read_yaml,
-    validated,
-)
+from dspark.config import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, read_back, read_yaml, validated
 from dspark.data.conversations import Conversation, parse_conversation, source_rows
 from dspark.data.duplicates import Fingerprints
 from dspark.errors import ConfigError, PromptError
@@ -127,7 +118,8 @@ def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: O
     ``apart``: the prompts of ``mixture.apart_from``. ``on_row`` is given every row of either pass;
     a line that is not JSON comes as a PromptError, and counts as a row without a prompt if it may.
     Raises: PromptError for a source that cannot be read or has another number of rows the second time, or when nothing
-    or too little is left; ConfigError when the folder holds another mixture, or its files had other sizes.
+    or too little is left; ConfigError when the folder holds another mixture, or its files had other sizes; RecordError
+    for a damaged mixture.json.
     """
     kept_apart = [_asked(conversation) for conversation in apart]
     origin = {
@@ -156,8 +148,8 @@ def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: O
         kinds = {"of_tasks": is_of_task_N, "repeated": is_old_N & ~is_nearly_N, "near": is_old_N & is_nearly_N}
         kinds |= {"left": (found_N < 0) & (fate_N == LEFT), "held_out": fate_N == HELD_OUT, "taken": fate_N == TAKEN}
         count.update({name: int(is_kind_N.sum()) for name, is_kind_N in kinds.items()})
-    named = [{"path": source.path, **count} for source, count in zip(mixture.sources, counts, strict=True)]
-    sources = [SourceCounts.model_validate(count) for count in named]
+    named = zip(mixture.sources, counts, strict=True)
+    sources = [SourceCounts.model_validate({"path": source.path, **count}) for source, count in named]
     if not any(source.taken for source in sources):
         told = "; ".join(_tell(source) for source in sources)
         raise PromptError(f"no row is left: {told}; a weight of a source without rows leaves none")
@@ -239,15 +231,13 @@ def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray
 def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on_row: OnRow) -> None:
     """Both files, whole."""
     paths = [folder / TRAIN_FILE, folder / HELD_OUT_FILE]
+    beside = [partial_of(path) for path in paths]
     streams = (_chosen(*pair, on_row) for pair in zip(mixture.sources, fates, strict=True))
-    with (
-        open(partial_of(paths[0]), "w", encoding="utf-8") as train,
-        open(partial_of(paths[1]), "w", encoding="utf-8") as held_out,
-    ):
+    with open(beside[0], "w", encoding="utf-8") as train, open(beside[1], "w", encoding="utf-8") as held_out:
         for _, fate, line in heapq.merge(*streams):
             (train if fate == TAKEN else held_out).write(line)
-    for path in paths:
-        put_in_place(partial_of(path), path)
+    for partial, path in zip(beside, paths, strict=True):
+        put_in_place(partial, path)
 
 
 def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: OnRow) -> Iterator[tuple[float, int, str]]:
@@ -265,16 +255,11 @@ def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: OnRow) -> Iterator
 
 
 def _line(conversation: Conversation) -> str:
-    row: dict[str, Any] = {"source": conversation.source, "index": conversation.index}
-    if conversation.text is not None:
-        row["text"] = conversation.text
-    elif conversation.later_turns:
-        row["turns"] = [conversation.messages[0]["content"], *conversation.later_turns]
-    else:
-        row["messages"] = conversation.messages
-    if conversation.tools:
-        row["tools"] = conversation.tools
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    messages, later = conversation.messages, conversation.later_turns
+    said: dict[str, Any] = {"turns": [messages[0]["content"], *later]} if later else {"messages": messages}
+    said = said if conversation.text is None else {"text": conversation.text}
+    row = {"source": conversation.source, "index": conversation.index, **said}
+    return json.dumps(row | ({"tools": conversation.tools} if conversation.tools else {}), ensure_ascii=False) + "\n"
 
 
 def _written(folder: Path) -> tuple[int, int]:
@@ -291,10 +276,7 @@ def _size(path: Path) -> int:
 
 
 def _read_report(path: Path, origin: dict[str, Any]) -> MixtureReport:
-    try:
-        found = MixtureReport.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error)}; delete its folder to mix again") from error
+    found = read_back(MixtureReport, path.read_bytes(), path, "delete its folder to mix again")
     if {name: getattr(found, name) for name in origin} != origin or found.written_bytes != _written(path.parent):
         hint = "give another record.folder, or delete it and the responses made from it"
         raise ConfigError(f"{path.parent}: holds another mixture, or files have changed since; {hint}")

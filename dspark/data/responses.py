@@ -5,7 +5,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,14 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from dspark.config import Section, describe_validation
+from dspark.config import Section, read_back
 from dspark.data.chat import ChatFormat, Encoded, add_to_digest, check_length
 from dspark.data.conversations import encode_each
 from dspark.data.loops import ends_in_loop
-from dspark.data.rows import ASKED_FILE, Lines, Prompt, Prompts, Row, parse_row, rows_of
+from dspark.data.rows import ASKED_FILE, Lines, Prompt, Prompts, Row, lines_of, parse_row, rows_of
 from dspark.errors import RecordError
 from dspark.files import partial_of, put_in_place, write_whole
 
@@ -129,7 +128,7 @@ def write_responses(
     path.parent.mkdir(parents=True, exist_ok=True)
     journal, asked = path.with_suffix(".journal"), path.with_name(ASKED_FILE)
     _open_header(header, path, journal)
-    kinds, special = Counter[str](), ChatFormat(tokenizer, header.stop_token_ids).special_ids
+    kinds, chat = Counter[str](), ChatFormat(tokenizer, header.stop_token_ids)
     if header.answers == "given" and not path.is_file():
         put_in_place(asked, path)
     if path.is_file():
@@ -146,7 +145,7 @@ def write_responses(
                 nonlocal synced
                 new = {number: answer for number, answer in answers.items() if offsets_S[number] < 0}
                 for number, answer in new.items():
-                    row = _row(tokenizer, prompts[number], answer, header.stop_token_ids, special)
+                    row = _row(chat, prompts[number], answer)
                     offsets_S[number] = file.tell()
                     file.write(f"{number} {row.model_dump_json(exclude_none=True)}\n".encode())
                     kinds.update(_kinds(row))
@@ -172,15 +171,14 @@ def read_header(path: Path) -> ResponsesHeader:
     """The header of a responses file. Raises: RecordError when it is missing or not one."""
     sidecar = header_path(path)
     if not sidecar.is_file() or not path.is_file():
-        raise RecordError(
-            f"{path}: found no finished responses with their header {sidecar.name}; run dspark prepare first"
-        )
+        missing = f"found no finished responses with their header {sidecar.name}"
+        raise RecordError(f"{path}: {missing}; run dspark prepare first")
     return _parse_header(path)
 
 
 class Responses(Lines[Encoded]):
     """The rows of a responses file that can be recorded, in order: 32 bytes of memory a row, no text.
-    Shapes: num_tokens_S and num_supervised_S int32. ``text_sha256`` is the ``digest`` of all ids and masks.
+    Shapes: num_tokens_S and num_supervised_S int32. ``text_sha256``: of all ids and masks.
     """
 
     def __init__(self, path: Path, columns_S5: NDArray[np.int64], text_sha256: str) -> None:
@@ -221,7 +219,7 @@ def open_responses(
         add_to_digest(text_sha256, loss_mask_T)
         columns.extend((*place, len(ids_T), int(loss_mask_T.sum())))
 
-    for _ in encode_each(enumerate(_lines(path), 1), take, counts, is_leaving_out=is_leaving_out):
+    for _ in encode_each(lines_of(path), take, counts, is_leaving_out=is_leaving_out):
         pass
     _check_number(path, counts["rows"], header.num_prompts)
     if not columns:
@@ -238,25 +236,21 @@ def known_header(path: Path, asked_from: str) -> ResponsesHeader | None:
 
 
 def _parse_header(path: Path) -> ResponsesHeader:
-    try:
-        return ResponsesHeader.model_validate_json(header_path(path).read_bytes())
-    except ValidationError as error:
-        raise RecordError(f"{header_path(path)}: {describe_validation(error)}; delete it and the responses") from error
+    sidecar = header_path(path)
+    return read_back(ResponsesHeader, sidecar.read_bytes(), sidecar, "delete it and the responses")
 
 
 def _kinds(row: Row) -> list[str]:
     return ["rows", row.finish_reason] + ["retokenised"] * bool(row.is_retokenised)
 
 
-def _row(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: Answer, stops: Collection[int], special: Collection[int]
-) -> Row:
+def _row(chat: ChatFormat, prompt: Prompt, answer: Answer) -> Row:
     ids = list(answer.ids)
-    spoken = ids[:-1] if ids and ids[-1] in stops else ids
+    spoken = ids[:-1] if ids and ids[-1] in chat.stop_token_ids else ids
     reason = "stop" if len(spoken) < len(ids) else "length"
-    if ends_in_loop(spoken) or all(token in special for token in ids):
+    if ends_in_loop(spoken) or chat.special_ids.issuperset(ids):
         reason = "loop" if ids else "failed"
-    text = tokenizer.decode(spoken)
+    text = chat.tokenizer.decode(spoken)
     assert isinstance(text, str)
     said: dict[str, Any] = {"response": text, "finish_reason": reason, "response_ids": ids}
     return Row.model_construct(**dict(prompt), **said, is_retokenised=answer.is_retokenised or None)
@@ -272,26 +266,23 @@ def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
     old, new = (each.model_dump(exclude={"versions", "target", "asked_from"}) for each in (_parse_header(path), header))
     differing = [f"{key} {old[key]!r} (now {new[key]!r})" for key in old if old[key] != new[key]]
     if differing:
-        raise RecordError(
-            f"{path}: made with {', '.join(differing)}; give the run another record.folder, "
-            f"or delete {begun.name} and {header_path(path).name} to start again"
-        )
+        hint = f"or delete {begun.name} and {header_path(path).name} to start again"
+        raise RecordError(f"{path}: made with {', '.join(differing)}; give the run another record.folder, {hint}")
 
 
 def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArray[np.int64]:
     """Where each row's line begins, in bytes (-1: not there); what a kill left of a last line is cut."""
     offsets_S = np.full(num_prompts, -1, dtype=np.int64)
     end = 0
-    for number, line in enumerate(_lines(journal) if journal.is_file() else (), 1):
+    for number, line in lines_of(journal) if journal.is_file() else ():
         if not line.endswith(b"\n"):
             os.truncate(journal, end)
             break
         row, _, text = line.partition(b" ")
         kinds.update(_kinds(parse_row(Row, f"{journal}:{number}", text)))
         if not row.isdigit() or len(row) > 18 or int(row) >= num_prompts or offsets_S[int(row)] >= 0:
-            raise RecordError(
-                f"{journal}:{number}: {row!r:.40} is no row, or one that was there before; delete this line"
-            )
+            found = f"{row!r:.40} is no row, or one that was there before"
+            raise RecordError(f"{journal}:{number}: {found}; delete this line")
         offsets_S[int(row)] = end
         end += len(line)
     return offsets_S
@@ -300,8 +291,3 @@ def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArr
 def _check_number(path: Path, found: int, expected: int) -> None:
     if found != expected:
         raise RecordError(f"{path}: found {found} responses, expected {expected}; delete it, run dspark prepare again")
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        yield from file

@@ -11,12 +11,11 @@ from typing import Annotated, Any, BinaryIO, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from dspark.config import Section, describe_validation
+from dspark.config import Section, read_back
 from dspark.data.chat import ChatFormat, add_to_digest, encode_conversation
 from dspark.data.conversations import Conversation
-from dspark.errors import RecordError
 from dspark.files import partial_of, put_in_place
 
 ASKED_FILE = "asked.jsonl"
@@ -104,28 +103,27 @@ def given_row(chat: ChatFormat, conversation: Conversation) -> Row:
     """A conversation with the answers that it holds. Raises: PromptError as ``encode_conversation``."""
     encoded = encode_conversation(chat, conversation)
     ids, edges_E = encoded.ids_T.tolist(), np.flatnonzero(np.diff(encoded.loss_mask_T.numpy(), append=False)) + 1
-    spans = [(begin, end) for begin, end in edges_E.reshape(-1, 2).tolist()]
-    said = {
-        "response_ids": ids[edges_E[0] :],
-        "response": chat.tokenizer.decode(ids[edges_E[0] :]),
-        "supervised": spans,
-    }
-    return Row.of(conversation, ids[: edges_E[0]], is_thinking=chat.is_thinking, finish_reason="given", **said)
+    prompt_ids, response_ids = ids[: edges_E[0]], ids[edges_E[0] :]
+    said = {"response_ids": response_ids, "response": chat.tokenizer.decode(response_ids)}
+    said |= {"supervised": [(begin, end) for begin, end in edges_E.reshape(-1, 2).tolist()]}
+    return Row.of(conversation, prompt_ids, is_thinking=chat.is_thinking, finish_reason="given", **said)
 
 
 def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:
     """Raises: RecordError naming the place of a line that is no such row."""
-    try:
-        return model.model_validate_json(line)
-    except ValidationError as error:
-        hint = "restore or delete this line, run dspark prepare again"
-        raise RecordError(f"{place}: not a response ({describe_validation(error)}); {hint}") from error
+    hint = "restore or delete this line, run dspark prepare again"
+    return read_back(model, line, place, hint, "not a response ({})")
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line of a file with its number, from 1."""
+    with open(path, "rb") as file:
+        yield from enumerate(file, 1)
 
 
 def rows_of(path: Path, model: type[RowT]) -> Iterator[RowT]:
     """Every row of a file, in order. Raises: as ``parse_row``."""
-    with open(path, "rb") as file:
-        yield from (parse_row(model, f"{path}:{number}", line) for number, line in enumerate(file, 1))
+    return (parse_row(model, f"{path}:{number}", line) for number, line in lines_of(path))
 
 
 class Lines(Sequence[ItemT]):
@@ -158,13 +156,12 @@ class Prompts(Lines[RowT]):
 
     def __init__(self, path: Path, model: type[RowT]) -> None:
         num_tokens, temperatures, ends, sha256 = array("i"), array("d"), array("q", [0]), hashlib.sha256()
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                row = parse_row(model, f"{path}:{number}", line)
-                add_to_digest(sha256, np.array(row.prompt_ids, dtype=np.int64))
-                num_tokens.append(len(row.prompt_ids))
-                temperatures.append(np.nan if row.temperature is None else row.temperature)
-                ends.append(ends[-1] + len(line))
+        for number, line in lines_of(path):
+            row = parse_row(model, f"{path}:{number}", line)
+            add_to_digest(sha256, np.array(row.prompt_ids, dtype=np.int64))
+            num_tokens.append(len(row.prompt_ids))
+            temperatures.append(np.nan if row.temperature is None else row.temperature)
+            ends.append(ends[-1] + len(line))
         ends_S1 = np.array(ends, dtype=np.int64)
         super().__init__(path, np.stack((ends_S1[:-1], ends_S1[1:]), 1))
         self.model, self.sha256 = model, sha256.hexdigest()

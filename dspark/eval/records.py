@@ -11,9 +11,8 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow
 import torch
 from pyarrow import parquet
-from pydantic import ValidationError
 
-from dspark.config import Section, describe_validation
+from dspark.config import Section, read_back
 from dspark.data.rows import TokenId
 from dspark.decode.round import Round
 from dspark.errors import RecordError
@@ -122,19 +121,12 @@ def read_texts(path: Path) -> dict[TextKey, DecodedText]:
 def _parse_texts(path: Path, content: bytes) -> tuple[Mapping[str, Any], dict[TextKey, DecodedText]]:
     """The settings of a journal, and the texts in its whole lines."""
     header, *lines = content[: content.rfind(b"\n") + 1].split(b"\n")
-    try:
-        found = _Header.model_validate_json(header)
-    except ValidationError as error:
-        raise RecordError(f"{path}:1: not a journal ({describe_validation(error)}); delete it") from error
+    found = read_back(_Header, header, f"{path}:1", "delete it", "not a journal ({})")
     if found.format != FORMAT:
         raise RecordError(f"{path}: found the format {found.format!r}, expected {FORMAT!r}; choose another folder")
     texts: dict[TextKey, DecodedText] = {}
     for number, line in enumerate(lines[:-1], 2):
-        try:
-            row = _Line.model_validate_json(line)
-        except ValidationError as error:
-            problem = describe_validation(error)
-            raise RecordError(f"{path}:{number}: not a text ({problem}); delete the lines from here on") from error
+        row = read_back(_Line, line, f"{path}:{number}", "delete the lines from here on", "not a text ({})")
         key = TextKey(row.task, row.temperature, row.contender, row.prompt_index)
         if key in texts:
             raise RecordError(f"{path}:{number}: {key} stands there twice; delete the lines from here on")

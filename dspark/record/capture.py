@@ -213,9 +213,8 @@ def _write(writer: ShardWriter, row: int, pack: Pack, first_row: int) -> None:
     if pack.arrived:
         pack.arrived.synchronize()
     if not pack.is_finite:
-        raise RecordError(
-            f"{pack.sequences[0].place}: the target's states are not finite in this sequence or in the "
-            f"{len(pack.sequences) - 1} read with it; check its weights, or set target.dtype to float32"
-        )
+        where = f"in this sequence or in the {len(pack.sequences) - 1} read with it"
+        fault = f"the target's states are not finite {where}; check its weights, or set target.dtype to float32"
+        raise RecordError(f"{pack.sequences[0].place}: {fault}")
     place = row - first_row
     writer.add(row, {name: parts[place] for name, parts in pack.parts.items()})

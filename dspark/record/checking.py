@@ -77,11 +77,8 @@ def _derive(target: Target[Any], sequences: Sequence[Encoded], reader: RecordRea
     pack = [places[row] for row in group_by_tokens(lengths, TOKENS_PER_CALL)[0]]
     members, found = [sequences[place] for place in pack], [reader.fields(place) for place in pack]
     for sequence, fields in zip(members, found, strict=True):
-        same = (
-            torch.equal(sequence.ids_T.int(), fields["ids_T"]),
-            torch.equal(sequence.loss_mask_T, fields["loss_mask_T"]),
-        )
-        if not all(same):
+        text = {"ids_T": sequence.ids_T.int(), "loss_mask_T": sequence.loss_mask_T}
+        if not all(torch.equal(text[name], fields[name]) for name in text):
             raise RecordError(f"{sequence.place}: the record holds another text in its place")
     recorded = {name: torch.cat([fields[name] for fields in found]) for name in found[0]}
     _, output = target.prefill([sequence.ids_T for sequence in members])

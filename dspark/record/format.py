@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from xxhash import xxh3_64_hexdigest
 
-from dspark.config import Section, describe_validation
+from dspark.config import Section, read_back
 from dspark.errors import RecordError
 
 MANIFEST_FILE = "manifest.json"
@@ -130,7 +130,7 @@ class Manifest(Section):
     def shard_bytes(self, index: int) -> int:
         """The size of a shard's file."""
         num_sequences, num_tokens, num_supervised = self.shards[index]
-        return HEADER_BYTES + INDEX_BYTES * num_sequences + self.sequence_bytes(num_tokens, num_supervised)
+        return front_bytes(num_sequences) + self.sequence_bytes(num_tokens, num_supervised)
 
     def sequence_bytes(self, num_tokens: int, num_supervised: int) -> int:
         """Of a sequence, or of several together."""
@@ -166,6 +166,11 @@ class Manifest(Section):
         """Of a token, and of a predicted one in addition."""
         bare, more = (max(field.end for field in self.fields(1, number).values()) for number in (0, 1))
         return bare, more - bare
+
+
+def front_bytes(num_sequences: int) -> int:
+    """What stands in a shard before its sequences: the header, and the numbers of each of them."""
+    return HEADER_BYTES + INDEX_BYTES * num_sequences
 
 
 def shard_header(manifest: Manifest, index: int, index_checksum: str) -> bytes:
@@ -216,7 +221,4 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise RecordError(f"{path}: no such file; run dspark record first, or mend record.folder")
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise RecordError(f"{path}: {describe_validation(error)}; restore it, or run dspark record again") from error
+    return read_back(Manifest, path.read_bytes(), path, "restore it, or run dspark record again")

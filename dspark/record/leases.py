@@ -72,8 +72,6 @@ def is_running(process_id: int) -> bool:
     """Whether a process of this machine is there."""
     try:
         os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -4,7 +4,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
@@ -15,17 +14,10 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from dspark.errors import RecordError
-from dspark.record.format import (
-    HEADER_BYTES,
-    INDEX_BYTES,
-    MANIFEST_FILE,
-    Manifest,
-    read_manifest,
-    shard_header,
-    shard_name,
-)
+from dspark.record.format import MANIFEST_FILE, Manifest, Span, front_bytes, read_manifest, shard_header, shard_name
 from dspark.types import RecordedSequence
 
+Wait = Callable[[Path], None]
 OPEN_SHARDS = 64
 """Shards whose files and indices are kept open."""
 
@@ -34,6 +26,7 @@ OPEN_SHARDS = 64
 class ShardIndex:
     """An open shard: where each sequence begins in its file (int64), and how much each holds."""
 
+    number: int
     file: BinaryIO
     begins_S: NDArray[np.int64]
     num_tokens_S: NDArray[np.int32]
@@ -49,9 +42,7 @@ class RecordReader:
     Raises: RecordError when the folder holds no record, an unfinished one, or a damaged manifest.
     """
 
-    def __init__(
-        self, folder: Path | str, wait: Callable[[Path], None] | None = None, *, is_whole: bool = True
-    ) -> None:
+    def __init__(self, folder: Path | str, wait: Wait | None = None, *, is_whole: bool = True) -> None:
         self.folder = Path(folder)
         while wait and not (self.folder / MANIFEST_FILE).is_file():
             wait(self.folder / MANIFEST_FILE)
@@ -92,38 +83,33 @@ class RecordReader:
 
     def text(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids_T and loss_mask_T of a sequence, without its states and unverified. Raises: as ``reader[index]``."""
-        number, row = self._find(index)
-        shard = self._open(number)
-        size = int(shard.num_tokens_S[row]), int(shard.num_supervised_S[row])
-        spans = self.manifest.fields(*size)
-        read = partial(self._read, number, shard.file)
-        begin = int(shard.begins_S[row])
-        ids, mask = (read(begin + span.begin, span.end - span.begin).view(span.dtype)
-                     for span in (spans["ids_T"], spans["loss_mask_T"]))  # fmt: skip
-        return ids.long(), mask
+        shard, row, spans = self._find(index)
+        wanted = (spans[name] for name in ("ids_T", "loss_mask_T"))
+        ids_T, loss_mask_T = (self._read(shard, row, s.begin, s.end).view(s.dtype) for s in wanted)
+        return ids_T.long(), loss_mask_T
 
     def fields(self, index: int) -> dict[str, torch.Tensor]:
         """Every field of a sequence, as ``format`` says. Raises: as ``reader[index]``."""
-        number, row = self._find(index)
-        shard = self._open(number)
-        size = int(shard.num_tokens_S[row]), int(shard.num_supervised_S[row])
-        content_X = self._read(number, shard.file, int(shard.begins_S[row]), self.manifest.sequence_bytes(*size))
+        shard, row, spans = self._find(index)
+        content_X = self._read(shard, row, 0, max(span.end for span in spans.values()))
         if xxh3_64_intdigest(content_X.numpy().data) != shard.checksums_S[row]:
-            raise self._damaged(number, f"sequence {index} has not the bytes that were written")
-        spans = self.manifest.fields(*size)
+            raise self._damaged(shard.number, f"sequence {index} has not the bytes that were written")
         return {name: content_X[s.begin : s.end].view(s.dtype).view(s.shape) for name, s in spans.items()}
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def _find(self, index: int) -> tuple[ShardIndex, int, dict[str, Span]]:
+        """The shard that holds sequence ``index``, its row there, and its fields."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.folder}: sequence {index} of {len(self)}")
-        return self.manifest.find(index)
+        number, row = self.manifest.find(index)
+        shard = self._open(number)
+        return shard, row, self.manifest.fields(int(shard.num_tokens_S[row]), int(shard.num_supervised_S[row]))
 
-    def _read(self, number: int, file: BinaryIO, begin: int, num_bytes: int) -> torch.Tensor:
-        content_X = torch.empty(num_bytes, dtype=torch.uint8)
+    def _read(self, shard: ShardIndex, row: int, begin: int, end: int) -> torch.Tensor:
+        content_X, place = torch.empty(end - begin, dtype=torch.uint8), int(shard.begins_S[row]) + begin
         view, done = content_X.numpy().data, 0
-        while done < num_bytes:  # the system hands out 2 GB at a time
-            if not (count := os.preadv(file.fileno(), [view[done:]], begin + done)):
-                raise self._damaged(number, "it is shorter than it was")
+        while done < len(view):  # the system hands out 2 GB at a time
+            if not (count := os.preadv(shard.file.fileno(), [view[done:]], place + done)):
+                raise self._damaged(shard.number, "it is shorter than it was")
             done += count
         return content_X
 
@@ -146,8 +132,8 @@ class RecordReader:
         manifest = self.manifest
         num_sequences, num_tokens, num_supervised = manifest.shards[number]
         file = path.open("rb", buffering=0)
-        head = file.read(HEADER_BYTES + INDEX_BYTES * num_sequences)
-        header, content = head[:HEADER_BYTES], head[HEADER_BYTES:]
+        head = file.read(front_bytes(num_sequences))
+        header, content = head[: front_bytes(0)], head[front_bytes(0) :]
         is_whole = is_there(self.folder, manifest, number)
         if not is_whole or header != shard_header(manifest, number, xxh3_64_hexdigest(content)):
             raise self._damaged(number, "its size, header or index is not what the manifest says")
@@ -156,12 +142,10 @@ class RecordReader:
         num_supervised_S = np.frombuffer(content, np.int32, num_sequences, 12 * num_sequences)
         if (num_tokens_S.sum(dtype=np.int64), num_supervised_S.sum(dtype=np.int64)) != (num_tokens, num_supervised):
             raise self._damaged(number, "its sequences are not those of the manifest")
-        sizes_S = [
-            manifest.sequence_bytes(*size)
-            for size in zip(num_tokens_S.tolist(), num_supervised_S.tolist(), strict=True)
-        ]
-        begins_S = len(head) + np.cumsum([0, *sizes_S[:-1]], dtype=np.int64)
-        return ShardIndex(file, begins_S, num_tokens_S, num_supervised_S, checksums_S)
+        sizes = zip(num_tokens_S.tolist(), num_supervised_S.tolist(), strict=True)
+        lengths = [manifest.sequence_bytes(*size) for size in sizes]
+        begins_S = len(head) + np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+        return ShardIndex(number, file, begins_S, num_tokens_S, num_supervised_S, checksums_S)
 
     def _damaged(self, number: int, found: str) -> RecordError:
         return RecordError(f"{self.folder / shard_name(number)}: {found}; dspark record --repair records it anew")

@@ -13,15 +13,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from dspark.errors import RecordError
 from dspark.files import put_in_place
-from dspark.record.format import (
-    HEADER_BYTES,
-    INDEX_BYTES,
-    MANIFEST_FILE,
-    Manifest,
-    read_manifest,
-    shard_header,
-    shard_name,
-)
+from dspark.record.format import MANIFEST_FILE, Manifest, front_bytes, read_manifest, shard_header, shard_name
 from dspark.record.leases import Leases, is_running, writer_name
 from dspark.record.reader import is_there
 
@@ -41,7 +33,7 @@ class ShardWriter:
         self.sizes, self._checksums_S = sizes, np.zeros(len(sizes), np.uint64)
         assert (len(sizes), *map(sum, zip(*sizes, strict=True))) == manifest.shards[index]
         lengths = (manifest.sequence_bytes(*size) for size in sizes)
-        self._begins = list(accumulate(lengths, initial=HEADER_BYTES + INDEX_BYTES * len(sizes)))
+        self._begins = list(accumulate(lengths, initial=front_bytes(len(sizes))))
         self._beside = self.path.with_name(f".{self.path.name}.{writer_name()}.partial")
         try:
             self._file = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -91,10 +83,8 @@ class ShardWriter:
 
     def _refused(self, error: OSError) -> RecordError:
         self._beside.unlink(missing_ok=True)
-        return RecordError(
-            f"{self.path}: cannot be written ({error}); the shards that are complete stay: make room, then run dspark "
-            "record again to go on"
-        )
+        hint = "the shards that are complete stay: make room, then run dspark record again to go on"
+        return RecordError(f"{self.path}: cannot be written ({error}); {hint}")
 
 
 def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) -> None:
@@ -105,21 +95,25 @@ def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) 
     folder.mkdir(parents=True, exist_ok=True)
     found = check_same(folder, description) if (folder / MANIFEST_FILE).exists() else description
     sizes = [found.shard_bytes(index) for index in range(len(found.shards))]
-    needed_bytes = sum(sorted(sizes)[-capacity_shards:]) - sum(
-        size for index, size in enumerate(sizes) if is_there(folder, found, index)
-    )
-    free_bytes = disk_usage(folder).free
-    if needed_bytes > free_bytes:
-        raise RecordError(
-            f"{folder}: needs about {needed_bytes / 1e9:.1f} GB more, {free_bytes / 1e9:.1f} GB are free; give this "
-            "run another record.folder, fewer conversations (data.max_conversations), fewer draft.target_layer_ids, "
-            "record.taps=float8, or record.ring_shards to train at once"
-        )
+    there_bytes = sum(size for index, size in enumerate(sizes) if is_there(folder, found, index))
+    needed_bytes = sum(sorted(sizes)[-capacity_shards:]) - there_bytes
+    check_room(folder, needed_bytes, "needs about")
     if found is description:
         beside = folder / f".{MANIFEST_FILE}.{writer_name()}.partial"  # several may begin it at once
         beside.write_text(found.model_dump_json())
         put_in_place(beside, folder / MANIFEST_FILE)
     _remove_leftovers(folder, found)
+
+
+def check_room(folder: Path, needed_bytes: float, needs: str) -> None:
+    """Raises: RecordError when the disk of ``folder``, which need not be there yet, does not hold so much more."""
+    free_bytes = disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+    if needed_bytes > free_bytes:
+        raise RecordError(
+            f"{folder}: {needs} {needed_bytes / 1e9:.1f} GB more, {free_bytes / 1e9:.1f} GB are free; give this "
+            "run another record.folder, fewer conversations (data.max_conversations), fewer draft.target_layer_ids, "
+            "record.taps=float8, or record.ring_shards to train at once"
+        )
 
 
 def check_same(folder: Path, description: Manifest) -> Manifest:

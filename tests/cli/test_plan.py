@@ -25,6 +25,7 @@ from dspark.cli.prepare import prepare
 from dspark.cli.record import record
 from dspark.config import load_run
 from dspark.errors import ConfigError
+from dspark.record import writer
 from dspark.target.loading import load_target
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -147,18 +148,18 @@ def test_a_disk_that_is_too_small_is_refused_in_one_line_and_no_command_is_told(
     config = write_run(tmp_path, *ROWS)
     needed = sum(float(table(plan(config))[stage][1]) for stage in ("prepare", "record")) * 1e9
     monkeypatch.setattr(sys, "argv", ["dspark", "plan", "--config", str(config)])
-    monkeypatch.setattr(stages, "disk_usage", lambda _: USAGE(0, 0, needed * 1.01))
+    monkeypatch.setattr(writer, "disk_usage", lambda _: USAGE(0, 0, needed * 1.01))
     with pytest.raises(SystemExit) as error:
         main()
     assert error.value.code in {0, None}
     capsys.readouterr()
-    monkeypatch.setattr(stages, "disk_usage", lambda _: USAGE(0, 0, needed * 0.99))
+    monkeypatch.setattr(writer, "disk_usage", lambda _: USAGE(0, 0, needed * 0.99))
     with pytest.raises(SystemExit) as error:
         main()
     assert error.value.code == 2
     told = capsys.readouterr()
     assert re.fullmatch(
-        r"dspark: .*record: prepare and record need .* are free; give another record.folder.*\n", told.err
+        r"dspark: .*record: prepare and record need .* are free; give this run another record.folder.*\n", told.err
     )
     assert "dspark prepare" not in told.out
 

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from recorded import digest
 from tiny import STOP_TOKEN_ID, write_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dspark.data.chat import ChatFormat, Encoded, check_length, digest, encode_conversation, encode_prompt
+from dspark.data.chat import ChatFormat, Encoded, check_length, encode_conversation, encode_prompt
 from dspark.data.conversations import Conversation, parse_conversation
 from dspark.errors import PromptError
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import digest
 from serving import Fault, Served, break_off, completion, drip, hang, made_up_ids, refuse, say, serving
 from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from dspark.config import DataSection
-from dspark.data.chat import ChatFormat, digest, encode_prompt
+from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
 from dspark.data.endpoints import EndpointAsker, Patience, _seconds
 from dspark.data.responses import Answer, Responses, ResponsesHeader, open_responses, write_responses

@@ -13,7 +13,7 @@ import yaml
 
 from dspark.data.conversations import Conversation, read_conversations
 from dspark.data.mixture import HELD_OUT_FILE, REPORT_FILE, TRAIN_FILE, Mixture, load_mixture, mix
-from dspark.errors import ConfigError, PromptError
+from dspark.errors import ConfigError, PromptError, RecordError
 
 CHANCE = random.Random(0)
 WORDS = [f"w{number}" for number in range(3000)]
@@ -174,7 +174,7 @@ def test_a_mixture_is_made_once(code: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="delete it and the responses made from it"):
         mix(mixture, tmp_path / "other", ())
     (folder / REPORT_FILE).write_text("{}")
-    with pytest.raises(ConfigError, match=r"mixture.json: .* delete its folder"):
+    with pytest.raises(RecordError, match=r"mixture.json: .* delete its folder"):
         mix(mixture, folder, ())
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded import digest
 from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dspark.data.chat import digest
 from dspark.data.conversations import Conversation
 from dspark.data.responses import (
     Responses,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded import digest
 
-from dspark.data.chat import digest
 from dspark.data.conversations import Conversation
 from dspark.data.rows import ASKED_FILE, Prompt, Prompts, open_prompts
 from dspark.errors import PromptError, RecordError

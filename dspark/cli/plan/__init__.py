@@ -12,15 +12,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from dspark.cli.identity import describe_origin
 from dspark.cli.plan.stages import Rates, Stage, check_disk, expect_record, plan_stages, sample_prompts, try_stages
-from dspark.cli.record import check_draft, describe, read_prepared
+from dspark.cli.record import check_draft, read_prepared
 from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.config import RunConfig, load_run, read_yaml, validated
-from dspark.data.responses import RESPONSES_FILE, open_responses
+from dspark.data.responses import RESPONSES_FILE
 from dspark.errors import ConfigError
 from dspark.target.loading import locate_target, target_facts
-from dspark.target.tokenizer import load_tokenizer
 
 NOTES = """GPU-hours: or of CPU processes. memory: of a process, weights, optimizer and a batch alone, so at least.
 eval: every text as long as it may be, so at most. train: three checkpoints, the draft."""
@@ -42,8 +40,8 @@ def plan(
     """
     run, num_gpus = load_run(config, tuple(overrides or ())), 1 if device == "cpu" else torch.cuda.device_count()
     folder, path = locate_target(run.target.path), run.record.folder / RESPONSES_FILE
-    facts, is_answered = target_facts(folder), path.is_file()
-    check_draft(run, facts)
+    is_answered = path.is_file()
+    check_draft(run, target_facts(folder))
     stated, source, how = Rates(num_gpus=num_gpus), "no times without rates", "stated"
     if rates:
         stated, source = validated(Rates, read_yaml(rates, "rates"), rates), f"rates stated in {rates}"
@@ -53,11 +51,8 @@ def plan(
         found, how = try_stages(run, folder, prompts, calibrate, device)
         stated, source = stated.model_copy(update=found), f"rates measured on this machine, {device}"
     if is_answered:
-        origin = describe_origin(run, folder, load_tokenizer(folder))
-        header, longest = read_prepared(run, origin), run.record.max_tokens
-        responses = open_responses(path, header, max_tokens=longest, vocab_size=facts.vocab_size, is_leaving_out=True)
-        manifest, num_bytes, known = describe(run, facts, origin, responses, header), 0, f"exact, {path}"
-        num_left_out = header.num_left_out
+        header, _, manifest = read_prepared(run, folder, True)
+        num_bytes, known, num_left_out = 0, f"exact, {path}", header.num_left_out
     else:
         length, most = response_tokens or stated.response_tokens, run.data.max_response_tokens
         num_left_out = rows["left out"]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from shutil import disk_usage
 from time import monotonic
 from typing import Any
 
@@ -24,13 +23,13 @@ from dspark.decode.generation import DraftSpeaker, PlainSpeaker
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.decode.speaking import Stopwatch
 from dspark.distributed import start_accelerator
-from dspark.errors import RecordError
 from dspark.eval.measure import decode_prompts
 from dspark.eval.tasks import num_prompts
 from dspark.export import draft_parameter_count
 from dspark.model_folder import Checkpoint
 from dspark.record.capture import TOKENS_PER_CALL, read_pack
 from dspark.record.format import Manifest, Shard, group_by_tokens
+from dspark.record.writer import check_room
 from dspark.target.config import LING_ARCHITECTURE, load_target_config
 from dspark.target.loading import load_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
@@ -191,10 +190,4 @@ def tokens_per_second(work: Callable[[], int], seconds: float) -> float:
 def check_disk(stages: list[Stage], folder: Path) -> None:
     """Raises: RecordError when the disk of record.folder does not hold what prepare and record have yet to write."""
     there = sum(path.stat().st_size for path in folder.glob("*") if path.suffix != ".jsonl")
-    needed = sum(each.disk_bytes for each in stages[:2]) - there
-    free = disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
-    if needed > free:
-        raise RecordError(
-            f"{folder}: prepare and record need {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free; give another "
-            "record.folder, record.taps=float8, record.ring_shards, or fewer conversations (data.max_conversations)"
-        )
+    check_room(folder, sum(each.disk_bytes for each in stages[:2]) - there, "prepare and record need")

@@ -2,14 +2,14 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from dspark.cli.identity import describe_origin
 from dspark.cli.record.job import Job, run_job
-from dspark.cli.terminal import DEFAULT_DEVICE, Device
+from dspark.cli.terminal import DEFAULT_DEVICE, Device, LeaveOut
 from dspark.config import RunConfig, load_run
 from dspark.data.responses import RESPONSES_FILE, Responses, ResponsesHeader, open_responses, read_header
 from dspark.errors import ConfigError, DraftMismatchError, RecordError
@@ -28,9 +28,7 @@ SECONDS_FOR_A_SHARD = 1800.0
 def record(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
-    leave_out_unusable: Annotated[
-        bool, typer.Option("--leave-out-unusable", help="Go on without the conversations that cannot be used.")
-    ] = False,
+    leave_out_unusable: LeaveOut = False,
     check: Annotated[
         bool, typer.Option("--check", help="Hold a finished record against the target: checksums, text, states.")
     ] = False,
@@ -54,19 +52,13 @@ def record(
     if sum(map(bool, (check, repair, stats, measure_fp8))) > 1:
         raise ConfigError("--check, --repair, --stats, --measure-fp8: give one of them")
     if run.record.ring_shards and (check or repair or stats):
-        raise ConfigError(
-            "record.ring_shards: such a record never lies there whole; leave out --check, --repair, --stats"
-        )
+        hint = "leave out --check, --repair, --stats"
+        raise ConfigError(f"record.ring_shards: such a record never lies there whole; {hint}")
     if tp > 1 and device not in {"cuda", "cpu"}:
         raise ConfigError(f"--device {device}: the ranks take the GPUs of their numbers; give --device cuda")
     folder = locate_target(run.target.path)
-    facts = target_facts(folder)
-    check_draft(run, facts)
-    origin = describe_origin(run, folder, load_tokenizer(folder))
-    header = read_prepared(run, origin)
-    limits = {"max_tokens": run.record.max_tokens, "vocab_size": facts.vocab_size}
-    responses = open_responses(run.record.folder / RESPONSES_FILE, header, **limits, is_leaving_out=leave_out_unusable)
-    manifest = describe(run, facts, origin, responses, header)
+    check_draft(run, target_facts(folder))
+    _, responses, manifest = read_prepared(run, folder, leave_out_unusable)
     wish = "check" if check else "repair" if repair else "stats" if stats else "record"
     job = Job(run, folder, manifest, responses, device, wish, measure_fp8)
     console = Console(soft_wrap=True, highlight=False)
@@ -85,19 +77,18 @@ def record(
 
 def check_draft(run: RunConfig, facts: TargetFacts) -> None:
     """Refuse to record for a draft that cannot be bound to the target. Raises: DraftMismatchError."""
-    pairs = {
-        "vocab_size": (run.draft.vocab_size, facts.vocab_size),
-        "hidden_size": (run.draft.hidden_size, facts.hidden_size),
-        "num_target_layers": (run.draft.num_target_layers, facts.num_layers),
-    }
-    wrong = [f"draft.{key} is {ours}, the target has {its}" for key, (ours, its) in pairs.items() if ours != its]
+    its = {"vocab_size": facts.vocab_size, "hidden_size": facts.hidden_size, "num_target_layers": facts.num_layers}
+    ours = run.draft.model_dump(include=set(its))
+    wrong = [f"draft.{key} is {ours[key]}, the target has {its[key]}" for key in its if ours[key] != its[key]]
     if wrong:
         raise DraftMismatchError(f"{run.name}: {'; '.join(wrong)}; mend the draft section for {run.target.path}")
 
 
-def read_prepared(run: RunConfig, origin: dict[str, Any]) -> ResponsesHeader:
-    """The header of the responses. Raises: RecordError when they were made by another target or setting."""
-    path = run.record.folder / RESPONSES_FILE
+def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[ResponsesHeader, Responses, Manifest]:
+    """The responses, and the manifest of the record to come. ``folder``: the target's, which ``check_draft`` has seen.
+    Raises: RecordError when they were made by another target or setting; as ``open_responses``.
+    """
+    path, origin = run.record.folder / RESPONSES_FILE, describe_origin(run, folder, load_tokenizer(folder))
     header = read_header(path)
     same = ("target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "thinking")
     expected = {key: origin[key] for key in same}
@@ -107,25 +98,12 @@ def read_prepared(run: RunConfig, origin: dict[str, Any]) -> ResponsesHeader:
     wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
     if wrong:
         raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
-    return header
-
-
-def describe(
-    run: RunConfig, facts: TargetFacts, origin: dict[str, Any], responses: Responses, header: ResponsesHeader
-) -> Manifest:
-    """The manifest of the record to come."""
+    limits = {"max_tokens": run.record.max_tokens, "vocab_size": run.draft.vocab_size}
+    responses = open_responses(path, header, **limits, is_leaving_out=is_leaving_out)
     order_S = drawn_order(len(responses), run.seed)
     tokens, supervised = responses.num_tokens_S[order_S].tolist(), responses.num_supervised_S[order_S].tolist()
-    return Manifest(
-        **origin,
-        target_layer_ids=run.draft.target_layer_ids,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        taps=run.record.taps,
-        answers=header.answers,
-        temperatures=header.temperatures,
-        text_sha256=responses.text_sha256,
-        seed=run.seed,
-        shard_tokens=run.record.shard_tokens,
-        shards=plan_shards(tokens, supervised, run.record.shard_tokens),
-    )
+    known = origin | header.model_dump(include={"answers", "temperatures"})
+    known |= run.draft.model_dump(include={"target_layer_ids", "hidden_size", "vocab_size"})
+    known |= run.record.model_dump(include={"taps", "shard_tokens"})
+    shards = plan_shards(tokens, supervised, run.record.shard_tokens)
+    return header, responses, Manifest(**known, text_sha256=responses.text_sha256, seed=run.seed, shards=shards)

@@ -84,10 +84,9 @@ def run_job(ranks: Ranks, job: Job) -> None:
             turns = lead(ranks, target, turns)
         open_shard = partial(ShardWriter, folder, job.manifest, leases)
         capture(target, sequences, job.manifest, turns, open_shard, on_sequences)
-    if job.run.record.ring_shards:
-        console.print(f"training has read what it wanted of {folder}")
-    else:
-        console.print(f"{len(job.manifest.shards)} shards in {folder}")
+    is_ring = bool(job.run.record.ring_shards)
+    done = "training has read what it wanted of" if is_ring else f"{len(job.manifest.shards)} shards in"
+    console.print(f"{done} {folder}")
 
 
 def lead(ranks: Ranks, target: Target[Any], turns: Iterator[int | None]) -> Iterator[int | None]:
@@ -141,9 +140,8 @@ def find_faults(target: Target[Any] | None, sequences: Sequence[Encoded], job: J
         checks = list(check_shards(reader, on_shard, target, sequences))
     table = Table("shard", "sequences", "tokens", "to predict", "nats each", "entropy", "states", box=SIMPLE)
     for found in checks:
-        numbers = (
-            "-" if value is None else f"{value:.3g}" for value in (found.nats, found.entropy, found.states_error)
-        )
+        known = (found.nats, found.entropy, found.states_error)
+        numbers = ("-" if value is None else f"{value:.3g}" for value in known)
         table.add_row(str(found.index), *map(str, manifest.shards[found.index]), *numbers)
     console.print(table, "nats, entropy: of what is to be predicted; states: recorded less those of now, of their norm")
     faulty = [found for found in checks if found.fault]
