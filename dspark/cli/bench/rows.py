@@ -1,6 +1,5 @@
 """What dspark bench verify measures and prints: a window's step with its stages, and a draft's whole cycles."""
 
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ class Rows(NamedTuple):
             is_finite, is_equal = bool(hidden_TD[-1].isfinite().all()), torch.equal(eager.hidden_TD, hidden_TD[-1])
             experts = timing.distinct_experts(stages)
             timed = timing.time_step(step, clock, context)
-            this = found[kind] = asdict(timed) | {"is_finite": is_finite, "is_replay_equal": is_equal, "stages": []}
+            this = found[kind] = timed._asdict() | {"is_finite": is_finite, "is_replay_equal": is_equal, "stages": []}
             this["distinct_experts"] = experts
             self.report.say(
                 f"{kind} launches: whole step {timed.microseconds:.0f} us, back to back "
@@ -63,7 +62,7 @@ class Rows(NamedTuple):
             cycle = Cycle(self.verifier, drafter, temperature, generator)
             timed = timing.time_step(cycle, self.clock, context)
             parts = time_parts(cycle, self.clock, context)
-            this = found[f"cycle_temperature_{temperature:g}"] = asdict(timed) | {"parts": parts, "stages": []}
+            this = found[f"cycle_temperature_{temperature:g}"] = timed._asdict() | {"parts": parts, "stages": []}
             self.report.say(
                 f"cycle at temperature {temperature:g}, {drafter.num_drafts} drafts: back to back "
                 f"{timed.burst_microseconds:.0f} us, {timed.burst_microseconds - alone:+.0f} to the step alone, "
@@ -101,7 +100,7 @@ class Rows(NamedTuple):
 
     def _stages(self, stages: dict[str, list[Call]], this: dict[str, Any]) -> None:
         for stage in timing.time_stages(self.verifier, stages, self.clock, self.context):
-            this["stages"].append(asdict(stage))
+            this["stages"].append(stage._asdict())
             share = stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth
             launches = "?" if stage.num_launches is None else f"{stage.num_launches:g}"
             self.report.say(
