@@ -159,7 +159,7 @@ def test_the_drafts_training_is_drawn_beside_what_decoding_gave() -> None:
     assert [tuple(point) for point in curve.get_xydata()] == [(5, 2), (10, 1)]
     assert dots(pictures, length) == ["estimated: 2.5 at 10"], "nothing was decoded at temperature 1"
     warm = replace(shown.report, measurements=(replace(shown.report.measurements[0], temperature=1.0),))
-    texts = {replace(key, temperature=1.0): text for key, text in shown.texts.items()}
+    texts = {key._replace(temperature=1.0): text for key, text in shown.texts.items()}
     _, pictures = render_report([replace(shown, report=warm, texts=texts, training=rows)], ["no words"], False)
     assert dots(pictures, length) == ["estimated: 2.5 at 10", "decoded: 3 at 10"]
     html, _ = render_report([shown], ["no words"], False)
@@ -207,7 +207,7 @@ def test_pictures_have_names_of_their_own_that_are_good_for_files() -> None:
     shown = evaluation("a")
     names = ("../T", "./T", "x" * 999)
     measured = tuple(replace(shown.report.measurements[0], task=name) for name in names)
-    texts = {replace(key, task=name): text for key, text in shown.texts.items() for name in names}
+    texts = {key._replace(task=name): text for key, text in shown.texts.items() for name in names}
     report = replace(shown.report, measurements=measured, settings={})
     _, pictures = render_report([replace(shown, report=report, texts=texts)], ["no words"], False)
     found = [name for name in pictures if name.startswith("tokens-a-round-")]
