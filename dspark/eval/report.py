@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -16,8 +16,6 @@ from dspark.eval.confidence import ConfidenceStatistics
 from dspark.eval.measure import Measurement
 from dspark.eval.statistics import PairedComparison
 from dspark.files import write_whole
-
-ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def task_tables(report: EvalReport) -> list[Table]:
     return [_task_table(f"{report.label(task)}: {names}", some) for task, some in twos]
 
 
-def _in_twos(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
+def _in_twos(items: Sequence[Measurement]) -> list[Sequence[Measurement]]:
     """What a line of 80 characters has room for."""
     return [items[start : start + 2] for start in range(0, len(items), 2)]
 

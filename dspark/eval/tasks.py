@@ -1,6 +1,5 @@
 """Named sets of prompts: small YAML files in eval/tasks say where real ones lie; synthetic ones are made to length."""
 
-import importlib
 import importlib.resources
 import importlib.util
 import logging
@@ -174,8 +173,7 @@ def describe_tasks(folder: Path = TASKS) -> Table:
             words = (name if is_first else "  otherwise", "real", prompts if rows else "-", source.origin)
             table.add_row(*words, source.licence, definition.wording if is_first else "likewise")
     for form, origin, licence in SYNTHETIC.values():
-        prompts = f"{NUM_SYNTHETIC} or as asked"
-        table.add_row(form.replace("[", r"\["), "synthetic", prompts, origin, licence, "ours")
+        table.add_row(form.replace("[", r"\["), "synthetic", f"{NUM_SYNTHETIC} or as asked", origin, licence, "ours")
     return table
 
 

@@ -79,11 +79,8 @@ def timing_statistics(texts: Sequence[DecodedText]) -> Timing:
 
 def phase_sums(texts: Sequence[DecodedText]) -> dict[str, float]:
     """Seconds of all texts, by phase, in the order in which the phases first came."""
-    sums: dict[str, float] = {}
-    for text in texts:
-        for name, seconds in text.phase_seconds.items():
-            sums[name] = sums.get(name, 0.0) + seconds
-    return sums
+    names = dict.fromkeys(name for text in texts for name in text.phase_seconds)
+    return {name: sum(text.phase_seconds.get(name, 0.0) for text in texts) for name in names}
 
 
 def spread(values: Sequence[float]) -> Spread:

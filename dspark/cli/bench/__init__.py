@@ -1,7 +1,5 @@
 """dspark bench: how fast a part of the system is on this machine."""
 
-import json as json_text
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,14 +8,12 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
-from rich.console import Console
 
+from dspark.cli.bench.report import Json, Report
 from dspark.cli.bench.rows import Rows
 from dspark.config import load_run
 from dspark.errors import ConfigError, DsparkError
-from dspark.files import write_whole
 from dspark.kernels import MAX_TOKENS
-from dspark.provenance import describe_launch
 from dspark.target.config import load_target_config
 from dspark.target.loading import locate_target
 from dspark.verifier import Precision, Shard, Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
@@ -31,7 +27,6 @@ DEVICE, DTYPE, SEED = "cuda", torch.bfloat16, 0
 NUM_TAPS = 5
 RANDOM = "random"
 PartT = TypeVar("PartT")
-Json = Annotated[Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")]
 
 bench = typer.Typer(help="Measure how fast a part of the system is.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -112,7 +107,6 @@ def verify(
 
 def run(ranks: Ranks, job: Job) -> None:
     """Measure on one rank; the first one prints and writes."""
-    console = Console(soft_wrap=True, highlight=False, quiet=ranks.rank > 0)
     config, device, shard = load_target_config(job.folder), torch.device(DEVICE), job.shard(ranks)
     capacity_tokens = job.context + slack_tokens(max(job.windows))
     plan = make_plan(config, shard, capacity_tokens, job.precision, device, has_mtp=job.draft == "mtp")
@@ -122,33 +116,32 @@ def run(ranks: Ranks, job: Job) -> None:
     if wide := sorted(job.precision.float32):
         label += f"; {' and '.join(wide)} in float32"
     routing = "its own" if job.routing == "uniform" and job.weights != RANDOM else job.routing
-    console.print(f"{job.target}, {job.weights} weights, routing: {routing}, {label}; {plan.total_bytes / 1e9:.1f} GB")
+    facts = {"target": job.target, "weights": job.weights, "routing": routing, "label": label, "float32": wide}
+    report = Report(job.json, ranks.rank == 0, **facts, context=job.context, plan_bytes=plan.parts(), windows=[])
+    place = f"{label}; {plan.total_bytes / 1e9:.1f} GB"
+    report.console.print(f"{job.target}, {job.weights} weights, routing: {routing}, {place}")
     plan.check(free_bytes(device), torch.cuda.get_device_name(device))
-    report = new_report(target=job.target, weights=job.weights, routing=routing, label=label, float32=wide)
-    report |= {"context": job.context, "plan_bytes": plan.parts(), "windows": []}
-    save = partial(save_report, report, job.json if ranks.rank == 0 else None)
-    save()
+    report.save()
     ranks.reserve(config.hidden_size)
     clock = Clock(device, ranks)
     report["read_bytes_per_second"] = bandwidth = read_bandwidth(clock, free_bytes(device))
     report["graph_start_microseconds"] = clock.start_microseconds
-    console.print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s; start of a graph {clock.start_microseconds:.1f} us")
+    report.say(f"read bandwidth {bandwidth / 1e12:.2f} TB/s; start of a graph {clock.start_microseconds:.1f} us")
     torch.cuda.empty_cache()
     taps = tuple(range(0, config.num_hidden_layers - 1, -(-config.num_hidden_layers // NUM_TAPS)))
     drafter_of, draft_taps = _drafters(job, shard)
     weights = job.open(random_weights, load_weights, shard, job.precision, device=DEVICE)
     verifier = Verifier(weights, capacity_tokens, draft_taps or taps, ranks=ranks)
     trace_NLK = None if job.routing == "uniform" else read_trace(Path(job.routing), config, max(job.windows))
-    rows = Rows(verifier, clock, bandwidth, job.context, console, trace_NLK)
+    rows = Rows(verifier, clock, bandwidth, job.context, report, trace_NLK)
     for num_tokens in job.windows:
         found: dict[str, Any] = {"tokens": num_tokens}
         report["windows"].append(found)
-        rows.measure(num_tokens, found, save)
+        rows.measure(num_tokens, found)
         if drafter_of is not None and num_tokens > 1:
-            rows.measure_cycles(drafter_of(verifier, num_tokens - 1), found, save)
+            rows.measure_cycles(drafter_of(verifier, num_tokens - 1), found)
     if job.prefill:
-        report["prefill"] = rows.measure_prefill(job.prefill)
-        save()
+        rows.measure_prefill(job.prefill)
 
 
 def _drafters(job: Job, shard: Shard) -> tuple[Callable[[Verifier, int], Drafter] | None, tuple[int, ...]]:
@@ -180,18 +173,6 @@ def on_gpus(name: str, work: Callable[[Ranks], None], tp: int) -> None:
         start(work, tp, DEVICE)
     else:
         work(ALONE)
-
-
-def new_report(**facts: Any) -> dict[str, Any]:
-    """What begins with where it comes from."""
-    return {"provenance": describe_launch(sys.argv)} | facts
-
-
-def save_report(report: dict[str, Any], path: Path | None) -> None:
-    """Write all that was measured, where a file was asked for."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json_text.dumps(report, indent=2) + "\n")
 
 
 def numbers(option: str, listed: str, most: int) -> tuple[int, ...]:

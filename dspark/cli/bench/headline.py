@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Column, Table
 
 from dspark.cli import bench
-from dspark.cli.bench import DEVICE, DTYPE, RANDOM, SEED, Json, config_folder, run_file
+from dspark.cli.bench import DEVICE, DTYPE, RANDOM, SEED, config_folder, run_file
+from dspark.cli.bench.report import Json, Report
 from dspark.config import load_run, read_yaml
 from dspark.decode.engine import SLACK_TOKENS, CycleSpeaker
 from dspark.decode.sampling import Sampling
@@ -77,7 +77,6 @@ def headline(
 
 def run(ranks: Ranks, job: Job) -> None:
     """Measure on one rank; the first one prints and writes."""
-    console = Console(soft_wrap=True, highlight=False, markup=False, quiet=ranks.rank > 0)
     config, device, shard = load_target_config(job.folder), torch.device(DEVICE), job.shard(ranks)
     prompt_tokens, new_tokens = job.tokens
     capacity_tokens = prompt_tokens + new_tokens + SLACK_TOKENS
@@ -87,7 +86,8 @@ def run(ranks: Ranks, job: Job) -> None:
     if job.emulated > 1:
         label = f"one rank of {job.emulated}, emulated: their exchange is left out"
     label += f", {torch.cuda.get_device_name(device)}, {job.weights} weights"
-    report = bench.new_report(**asdict(job)) | {"folder": job.folder.name, "json": None, "label": label, "rows": []}
+    facts = asdict(job) | {"folder": job.folder.name, "json": None, "label": label, "rows": []}
+    report = Report(job.json, ranks.rank == 0, **facts)
     is_random = job.weights == RANDOM
     weights = job.open(random_weights, load_weights, shard, DTYPE, device=DEVICE)
     made = load_run(run_file(job.target)).draft if job.draft == RANDOM else read_draft_config(Path(job.draft))
@@ -105,11 +105,9 @@ def run(ranks: Ranks, job: Job) -> None:
         decoding = sum(value for phase, value in measured.timing.phase_seconds.items() if phase != "prefill")
         row = {"decoding": name, "num_drafts": speaker.drafter.num_drafts, "round_seconds": decoding / num_rounds}
         report["rows"].append(row | {"measurement": asdict(measured)})
-        console.print(f"{name}: a round takes {decoding / num_rounds * 1e3:.3f} ms")
-        if ranks.rank == 0:
-            bench.save_report(report, job.json)
+        report.say(f"{name}: a round takes {decoding / num_rounds * 1e3:.3f} ms")
     title = f"{job.target}, {label}; {prompt_tokens} -> {new_tokens}"
-    console.print(_table(report["rows"], title, is_random, new_tokens), _published())
+    report.console.print(_table(report["rows"], title, is_random, new_tokens), _published())
 
 
 def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Drafter]]]:

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch.utils.benchmark import timer
 
-from dspark.cli.bench import Json, config_folder, new_report, save_report
+from dspark.cli.bench import config_folder
+from dspark.cli.bench.report import Json, Report
 from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import Encoded
@@ -58,14 +58,12 @@ def record(
         reading = min(timed(read_back, folders[-1]) for _ in range(3))
     bare, recording = map(list, zip(*pairs[1:], strict=True))
     num_tokens, num_bytes = manifest.num_tokens, manifest.num_bytes
-    report = new_report(target=run.target.path, taps=run.record.taps, tokens=num_tokens, bytes=num_bytes)
+    report = Report(json, target=run.target.path, taps=run.record.taps, tokens=num_tokens, bytes=num_bytes)
     report |= {"bare_seconds": bare, "seconds": recording, "reading_seconds": reading}
     rates = num_tokens / min(bare), num_tokens / min(recording)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(f"{num_tokens} tokens in sequences of {length}, {num_bytes / num_tokens / 1e3:.2f} kB each")
-    console.print(f"bare forward pass {rates[0]:,.0f} tokens/s; recording {rates[1]:,.0f}: {rates[1] / rates[0]:.1%}")
-    console.print(f"read back, whole sequences at random: {num_bytes / reading / 1e9:.2f} GB/s")
-    save_report(report, json)
+    report.say(f"{num_tokens} tokens in sequences of {length}, {num_bytes / num_tokens / 1e3:.2f} kB each")
+    report.say(f"bare forward pass {rates[0]:,.0f} tokens/s; recording {rates[1]:,.0f}: {rates[1] / rates[0]:.1%}")
+    report.say(f"read back, whole sequences at random: {num_bytes / reading / 1e9:.2f} GB/s")
 
 
 def open_target(run: RunConfig, device: str) -> Target[Any]:

@@ -1,34 +1,32 @@
 """What dspark bench verify measures and prints: a window's step with its stages, and a draft's whole cycles."""
 
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
+from dspark.cli.bench.report import Report
 from dspark.verifier import Step, Verifier, timing
 from dspark.verifier.calls import Call
 from dspark.verifier.drafting import Cycle, Drafter, time_parts
 
 
 class Rows(NamedTuple):
-    """Measures one verifier after ``context`` tokens; all is kept in ``found`` and saved as it comes."""
+    """Measures one verifier after ``context`` tokens; all is kept in the report and saved as it comes."""
 
     verifier: Verifier
     clock: timing.Clock
     bandwidth: float
     context: int
-    console: Console
+    report: Report
     trace_NLK: torch.Tensor | None = None
 
-    def measure(self, num_tokens: int, found: dict[str, Any], save: Callable[[], None]) -> None:
+    def measure(self, num_tokens: int, found: dict[str, Any]) -> None:
         """One window length, with plain and chained launches: the step, then its stages."""
         verifier, clock, context = self.verifier, self.clock, self.context
-        self.console.rule(f"T = {num_tokens}, context {context}", align="left")
+        self.report.console.rule(f"T = {num_tokens}, context {context}", align="left")
         if self.trace_NLK is not None:
             found["trace"] = timing.replay(verifier, self.trace_NLK, num_tokens)
-            self.console.print(f"experts a layer (shared one included) over the trace's windows: {found['trace']}")
+            self.report.say(f"experts a layer (shared one included) over the trace's windows: {found['trace']}")
         hidden_TD = []
         for kind in ("plain", "chained"):
             verifier.is_chained = kind == "chained"
@@ -39,22 +37,20 @@ class Rows(NamedTuple):
             is_finite, is_equal = bool(hidden_TD[-1].isfinite().all()), torch.equal(eager.hidden_TD, hidden_TD[-1])
             experts = timing.distinct_experts(stages)
             timed = timing.time_step(step, clock, context)
-            this = found[kind] = asdict(timed) | {"is_finite": is_finite, "is_replay_equal": is_equal, "stages": []}
+            this = found[kind] = timed._asdict() | {"is_finite": is_finite, "is_replay_equal": is_equal, "stages": []}
             this["distinct_experts"] = experts
-            self.console.print(
+            self.report.say(
                 f"{kind} launches: whole step {timed.microseconds:.0f} us, back to back "
                 f"{timed.burst_microseconds:.0f} us, {timed.num_launches} launches, "
                 f"{sum(experts) / max(len(experts), 1):.1f} experts a layer (shared one included), "
                 f"finite: {is_finite}, replay equals eager: {is_equal}"
             )
-            save()
-            self._stages(stages, this, save)
+            self._stages(stages, this)
             this["moe_pair_microseconds"] = self._time_pairs(stages)
         found["is_chained_equal"] = torch.equal(*hidden_TD)
-        self.console.print(f"with and without chained launches bit-equal: {found['is_chained_equal']}")
-        save()
+        self.report.say(f"with and without chained launches bit-equal: {found['is_chained_equal']}")
 
-    def measure_cycles(self, drafter: Drafter, found: dict[str, Any], save: Callable[[], None]) -> None:
+    def measure_cycles(self, drafter: Drafter, found: dict[str, Any]) -> None:
         """Draft, verify, accept, commit and update as one graph, at temperatures 0 and 1; then the parts, each alone.
 
         The greedy drafts of random weights repeat themselves, so their window visits fewer experts; drawn ones do not.
@@ -66,31 +62,30 @@ class Rows(NamedTuple):
             cycle = Cycle(self.verifier, drafter, temperature, generator)
             timed = timing.time_step(cycle, self.clock, context)
             parts = time_parts(cycle, self.clock, context)
-            this = found[f"cycle_temperature_{temperature:g}"] = asdict(timed) | {"parts": parts, "stages": []}
-            self.console.print(
+            this = found[f"cycle_temperature_{temperature:g}"] = timed._asdict() | {"parts": parts, "stages": []}
+            self.report.say(
                 f"cycle at temperature {temperature:g}, {drafter.num_drafts} drafts: back to back "
                 f"{timed.burst_microseconds:.0f} us, {timed.burst_microseconds - alone:+.0f} to the step alone, "
                 f"{timed.num_launches} launches; " + ", ".join(f"{name} {us:.0f}" for name, us in parts.items())
             )
-            save()
             names = {"Draft", "Context", "Update", "Accept", "Arg-max", "Head", "Result", "Start", "Next"}
             stages = {k: calls for k, calls in timing.record_step(cycle)[0].items() if k.split()[0] in names}
-            self._stages(stages, this, save)
+            self._stages(stages, this)
 
-    def measure_prefill(self, num_tokens: int) -> dict[str, float]:
+    def measure_prefill(self, num_tokens: int) -> None:
         """Reading so many tokens, as one sequence and as eight."""
         peak, flops = timing.matmul_flops(self.clock), num_tokens * timing.product_flops(self.verifier.weights)
-        found = {"tokens": num_tokens, "matmul_flops_per_second": peak, "product_flops": flops}
+        found: dict[str, float] = {"tokens": num_tokens, "matmul_flops_per_second": peak, "product_flops": flops}
+        self.report["prefill"] = found
         for num_sequences in sorted({1, min(8, num_tokens)}):
             microseconds = timing.time_prefill(self.verifier, self.clock, num_tokens, num_sequences)
             found[f"microseconds_{num_sequences}"] = microseconds
             rate = flops / microseconds * 1e6
-            self.console.print(
+            self.report.say(
                 f"prefill of {num_tokens} tokens as {num_sequences}: {microseconds / 1e3:.1f} ms, "
                 f"{num_tokens / microseconds * 1e6:.0f} tokens/s, {rate / 1e12:.0f} TFLOP/s of products with weights: "
                 f"{rate / peak:.1%} of {peak / 1e12:.0f} TFLOP/s, measured"
             )
-        return found
 
     def _time_pairs(self, stages: dict[str, list[Call]]) -> float | None:
         """Microseconds of an expert product up and its product down, all layers' in turn, as a step runs them."""
@@ -100,20 +95,19 @@ class Rows(NamedTuple):
             return None
         (stage,) = timing.time_stages(self.verifier, calls, self.clock, self.context)
         share = stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth
-        self.console.print(f"MoE up and down in turn: {2 * stage.microseconds:.1f} us a pair, {share:.1%}")
+        self.report.say(f"MoE up and down in turn: {2 * stage.microseconds:.1f} us a pair, {share:.1%}")
         return 2 * stage.microseconds
 
-    def _stages(self, stages: dict[str, list[Call]], this: dict[str, Any], save: Callable[[], None]) -> None:
+    def _stages(self, stages: dict[str, list[Call]], this: dict[str, Any]) -> None:
         for stage in timing.time_stages(self.verifier, stages, self.clock, self.context):
-            this["stages"].append(asdict(stage))
+            this["stages"].append(stage._asdict())
             share = stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth
             launches = "?" if stage.num_launches is None else f"{stage.num_launches:g}"
-            self.console.print(
+            self.report.say(
                 f"{stage.name:30} x{stage.num_calls:<3} {launches:>4} launches {stage.num_bytes / 1e6:9.2f} MB "
                 f"{stage.microseconds:8.2f} us {share:6.1%} {stage.microseconds * stage.num_calls:8.0f} us in all"
             )
-            save()
         rows, keys = this["stages"], ("num_bytes", "microseconds")
         this["num_bytes"], total = (sum(row[key] * row["num_calls"] for row in rows) for key in keys)
         this["floor_microseconds"] = floor = this["num_bytes"] / self.bandwidth * 1e6
-        self.console.print(f"sum of stages {total:.0f} us; {this['num_bytes'] / 1e9:.2f} GB, byte floor {floor:.0f} us")
+        self.report.say(f"sum of stages {total:.0f} us; {this['num_bytes'] / 1e9:.2f} GB, byte floor {floor:.0f} us")

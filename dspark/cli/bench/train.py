@@ -2,14 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import torch
 import typer
 from accelerate.utils import DistributedType
-from rich.console import Console
 
-from dspark.cli.bench import Json, new_report, save_report
+from dspark.cli.bench.report import Json, Report
 from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.errors import ConfigError, DsparkError
@@ -48,15 +47,14 @@ def train(
     if need > free:
         sizes = f"{need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
         raise DsparkError(f"bench train: {run.name} takes {sizes}")
-    console = Console(soft_wrap=True, highlight=False, quiet=not accelerator.is_main_process)
-    report = new_report(run=run.model_dump(mode="json"), processes=accelerator.num_processes, rows=[])
-    report["distributed"] = accelerator.distributed_type.value.lower()
-    report["mixed_precision"] = accelerator.mixed_precision
-    table = Table(console, report, json if accelerator.is_main_process else None)
+    facts = {"run": run.model_dump(mode="json"), "processes": accelerator.num_processes, "rows": []}
+    facts["distributed"] = accelerator.distributed_type.value.lower()
+    facts["mixed_precision"] = accelerator.mixed_precision
+    table = Table(json, accelerator.is_main_process, **facts)
     table.begin(run, device)
     if device.type == "cuda":
-        report["matmul_flops_per_second"] = peak = matmul_flops(Clock(device))
-        console.print(f"product of two large bfloat16 matrices: {peak / 1e12:.0f} TFLOP/s")
+        table["matmul_flops_per_second"] = peak = matmul_flops(Clock(device))
+        table.say(f"product of two large bfloat16 matrices: {peak / 1e12:.0f} TFLOP/s")
         torch.cuda.empty_cache()
     sequences = run.train.batch_size * accumulation * accelerator.num_processes
     try:
@@ -83,7 +81,7 @@ def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
     accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
     micro = MicroStep(learner, record)
     flops = count_operations(run.draft, micro.here)
-    table.report.update(blocks=len(micro.here.anchors_A), flops=flops)
+    table.update(blocks=len(micro.here.anchors_A), flops=flops)
     alone = None
     if accelerator.distributed_type not in {DistributedType.DEEPSPEED, DistributedType.FSDP}:
         alone = time_calls(micro.whole, device, micro.clear)
@@ -102,47 +100,39 @@ def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
     table.end(tokens, step, alone, num_steps)
 
 
-class Table(NamedTuple):
-    """Prints rows, and keeps and saves them as they come."""
-
-    console: Console
-    report: dict[str, Any]
-    path: Path | None
+class Table(Report):
+    """Rows, printed and saved as they come."""
 
     def begin(self, run: RunConfig, device: torch.device) -> None:
         """What is measured, where and of which commit."""
-        facts, draft = self.report["provenance"], run.draft
+        facts, draft = self["provenance"], run.draft
         gpus = facts["hardware"]["gpus"]
         versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items() if name in {"torch", "triton"})
         place = gpus[device.index or 0] if device.type == "cuda" else facts["hardware"]["processor"]
-        self.console.print(
+        self.say(
             f"{run.name}: {draft.num_hidden_layers} layers of {draft.hidden_size}, vocabulary {draft.vocab_size}, "
             f"{run.train.num_anchors} blocks of {draft.block_size} at most in {run.record.max_tokens} tokens, "
-            f"{run.train.batch_size} a micro-step; mixed precision: {self.report['mixed_precision']}\n"
-            f"{self.report['processes']} x {place}, distributed: {self.report['distributed']}; {versions}; "
+            f"{run.train.batch_size} a micro-step; mixed precision: {self['mixed_precision']}\n"
+            f"{self['processes']} x {place}, distributed: {self['distributed']}; {versions}; "
             f"commit {facts['commit']}"
         )
-        save_report(self.report, self.path)
 
     def add(self, name: str, timing: Timing, flops: int) -> None:
         """A row: its time, its operations against the peak of products measured before, its memory."""
-        rate, peak = flops / timing.milliseconds * 1e3, self.report.get("matmul_flops_per_second")
+        rate, peak = flops / timing.milliseconds * 1e3, self.get("matmul_flops_per_second")
         share = rate / peak if peak else None
-        self.report["rows"].append({"name": name, **timing._asdict(), "flops": flops, "share_of_matmul": share})
+        self["rows"].append({"name": name, **timing._asdict(), "flops": flops, "share_of_matmul": share})
         spread = f"({timing.least_milliseconds:.2f} - {timing.most_milliseconds:.2f})"
         line = f"{name:34} {timing.milliseconds:9.2f} ms {spread:19} "
         line += f"{flops / 1e12:8.2f} TFLOP {rate / 1e12:7.1f} TFLOP/s"
         line += "" if share is None else f" {share:6.1%}"
-        self.console.print(line + ("" if timing.peak_bytes is None else f" {timing.peak_bytes / 1e9:6.2f} GB"))
-        save_report(self.report, self.path)
+        self.say(line + ("" if timing.peak_bytes is None else f" {timing.peak_bytes / 1e9:6.2f} GB"))
 
     def end(self, tokens: int, step: Timing, alone: Timing | None, num_steps: int) -> None:
         """Tokens a second, and the part of a step that its micro-steps are: ``num_steps`` times the first row."""
-        found = self.report["tokens_per_second"] = tokens / step.milliseconds * 1e3
+        found = self["tokens_per_second"] = tokens / step.milliseconds * 1e3
         line = f"{found:,.0f} tokens/s"
         if alone is not None:
-            share = num_steps * alone.milliseconds / step.milliseconds
-            self.report["share_in_micro_steps"] = share
+            share = self["share_in_micro_steps"] = num_steps * alone.milliseconds / step.milliseconds
             line += f"; {num_steps} x the first row are {share:.1%} of the step"
-        self.console.print(line)
-        save_report(self.report, self.path)
+        self.say(line)

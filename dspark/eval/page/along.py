@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from matplotlib.ticker import MaxNLocator
 
@@ -41,12 +42,9 @@ def step_width(texts: Sequence[DecodedText]) -> int:
 
 def _buckets(counted: Sequence[tuple[int, int, int]], width: int) -> list[Bucket]:
     """Of (place, tokens, rounds); empty buckets are left out."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for place, *counts in sorted(counted):
-        found.setdefault(place // width, []).append((counts[0], counts[1]))
     buckets = []
-    for step, group in found.items():
-        tokens, rounds = zip(*group, strict=True)
+    for step, group in groupby(sorted(counted), key=lambda item: item[0] // width):
+        _, tokens, rounds = zip(*group, strict=True)
         mean, bounds = sum(tokens) / sum(rounds), bootstrap_interval(tokens, rounds)
-        buckets.append(Bucket(step * width, (step + 1) * width, len(group), mean, bounds))
+        buckets.append(Bucket(step * width, (step + 1) * width, len(tokens), mean, bounds))
     return buckets

@@ -1,13 +1,12 @@
 """A generated text cut into the pieces that draft and target wrote."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dspark.eval.timing import DecodedText
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Some characters of one round: written by the draft and accepted, or by the target itself."""
 
     text: str

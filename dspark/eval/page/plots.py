@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib import style
 from matplotlib.artist import Artist
@@ -29,8 +29,7 @@ styled = style.context(PLACE / "page.mplstyle", after_reset=True)
 """Decorates what draws a page or a picture: the user's own settings of matplotlib do not matter."""
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A mean with its interval, and the number of a colour."""
 
     name: str

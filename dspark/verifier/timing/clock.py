@@ -1,10 +1,9 @@
 """Replaying captured functions against a GPU's clock."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ COLD_BYTES = 256 << 20
 READ_BYTES = 4 << 30
 
 
-@dataclass(frozen=True)
-class StageTime:
+class StageTime(NamedTuple):
     """A stage of one step: how many calls, and launches (None: unknown), bytes and microseconds of one call."""
 
     name: str
@@ -33,8 +31,7 @@ class StageTime:
     microseconds: float
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """A whole step of T tokens as one graph; ``burst`` is the mean over replays back to back."""
 
     num_tokens: int
@@ -60,28 +57,25 @@ class Clock:
 
     def time(self, captured: Callable[[], object]) -> float:
         """Median microseconds of a replay."""
-        times: list[float] = []
-        for _ in range(REPLAYS):
-            before, after = _event(), _event()
-            self._ranks.gather(self._flag)
-            self._sweep.zero_()
-            before.record()
-            captured()
-            after.record()
-            torch.cuda.synchronize(self.device)
-            times.append(before.elapsed_time(after) * 1e3)
+        times = [self._series(captured, 1, is_cold=True) for _ in range(REPLAYS)]
         return max(median(times) - self.start_microseconds, 0.1)
 
     def time_burst(self, captured: Callable[[], object]) -> float:
         """Mean microseconds of a replay among many back to back."""
-        before, after = _event(), _event()
+        return self._series(captured, REPLAYS, is_cold=False) / REPLAYS
+
+    def _series(self, captured: Callable[[], object], number: int, is_cold: bool) -> float:
+        """Microseconds of so many replays; ``is_cold`` sweeps the cache before them."""
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._ranks.gather(self._flag)
+        if is_cold:
+            self._sweep.zero_()
         before.record()
-        for _ in range(REPLAYS):
+        for _ in range(number):
             captured()
         after.record()
         torch.cuda.synchronize(self.device)
-        return float(before.elapsed_time(after)) * 1e3 / REPLAYS
+        return float(before.elapsed_time(after)) * 1e3
 
 
 def read_bandwidth(clock: Clock, free_bytes: int) -> float:
@@ -120,10 +114,6 @@ def time_step(step: Resident[Any], clock: Clock, context_tokens: int) -> StepTim
 def slack_tokens(num_tokens: int) -> int:
     """Room that a series of replays needs behind the context."""
     return REPLAYS * num_tokens + MAX_TOKENS
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _run(calls: list[Call]) -> None:

@@ -16,7 +16,6 @@ SIDE = 8192
 def product_flops(weights: VerifierWeights) -> int:
     """FLOP a token of this rank's products with weights: without attention itself, the delta rule and the head."""
     tensors = [] if weights.linear is None else [weights.linear.in_LCD, weights.linear.out_LDC]
-    num_weights = 0
     for layer in weights.layers:
         if layer.latent is not None:
             latent = layer.latent
@@ -25,9 +24,9 @@ def product_flops(weights: VerifierWeights) -> int:
         num_experts = 1
         if layer.router is not None:
             tensors.append(layer.router.gate_XD)
-            num_experts = weights.config.num_experts_per_tok + 1
-        num_weights += num_experts * (layer.experts.gate_up_XCD[0].numel() + layer.experts.down_XDI[0].numel())
-    return 2 * (num_weights + sum(tensor.numel() for tensor in tensors))
+            num_experts += weights.config.num_experts_per_tok
+        tensors += [layer.experts.gate_up_XCD[0], layer.experts.down_XDI[0]] * num_experts
+    return 2 * sum(tensor.numel() for tensor in tensors)
 
 
 def matmul_flops(clock: Clock) -> float:
