@@ -98,53 +98,72 @@ def capture(
     how many sequences and tokens were read.
     Raises: RecordError naming the first sequence of a pack with states not finite, or when the disk refuses.
     """
-    pending, finishing, unfinished = deque[list[Future[None]]](), deque[Future[None]](), list[ShardWriter]()
-    pool, finisher = ThreadPoolExecutor(WRITERS), ThreadPoolExecutor(1)
+    threads = _WritingThreads()
 
-    def keep_up(most_packs: int, most_shards: int) -> None:
-        while len(pending) > most_packs:
-            for write in pending.popleft():
-                write.result()
-        while len(finishing) > most_shards:
-            finishing.popleft().result()
-
-    def finish(writer: ShardWriter, writes: list[Future[None]]) -> None:
-        for write in writes:
-            write.result()
-        writer.finish()
-        unfinished.remove(writer)
-
-    def begin(index: int) -> Iterator[None]:
+    def read_shard(index: int) -> Iterator[None]:
         members = [sequences[place] for place in range(*manifest.starts[index : index + 2])]
-        lengths, writes, writer = [len(each.ids_T) for each in members], list[Future[None]](), None
+        lengths, writer = [len(each.ids_T) for each in members], None
         if open_shard:
             writer = open_shard(index, list(zip(lengths, (each.num_supervised for each in members), strict=True)))
-            unfinished.append(writer)
+            threads.writes[writer] = []
         for group in group_by_tokens(lengths, TOKENS_PER_CALL):
             pack = read_pack(target, members[group.start : group.stop], manifest.taps == "float8")
             if writer:
-                pending.append([pool.submit(_write, writer, row, pack, group.start) for row in group])
-                writes += pending[-1]
-                writer.leases.touch(index)
-                keep_up(PACKS_WAITING, SHARDS_AT_ONCE)
+                threads.write(writer, group, pack)
             on_sequences(len(group), len(pack.states["ids_T"]))
             yield
         if writer:
-            finishing.append(finisher.submit(finish, writer, writes))
+            threads.finish(writer)
 
     try:
         turns = iter(shards)
         while several := list(islice(turns, SHARDS_AT_ONCE)):
-            calls = [begin(index) for index in several if index is not None]
-            for _ in zip_longest(*calls):  # a pack of each in turn
+            indices = [index for index in several if index is not None]
+            for _ in zip_longest(*map(read_shard, indices)):  # a pack of each in turn
                 continue
-            if not calls:
-                keep_up(0, 0)
-        keep_up(0, 0)
+            if not indices:
+                threads.keep_up(0, 0)
+        threads.keep_up(0, 0)
     finally:
-        for each in (pool, finisher):
+        threads.end()
+
+
+class _WritingThreads:
+    """They bring packs to the disk, and another one waits for it when a shard is whole."""
+
+    def __init__(self) -> None:
+        self.pool, self.finisher = ThreadPoolExecutor(WRITERS), ThreadPoolExecutor(1)
+        self.pending, self.finishing = deque[list[Future[None]]](), deque[Future[None]]()
+        self.writes: dict[ShardWriter, list[Future[None]]] = {}
+        """Of the shards that have no name yet."""
+
+    def write(self, writer: ShardWriter, rows: range, pack: Pack) -> None:
+        self.pending.append([self.pool.submit(_write, writer, row, pack, rows.start) for row in rows])
+        self.writes[writer] += self.pending[-1]
+        writer.leases.touch(writer.index)
+        self.keep_up(PACKS_WAITING, SHARDS_AT_ONCE)
+
+    def finish(self, writer: ShardWriter) -> None:
+        def when_written() -> None:
+            for write in self.writes[writer]:
+                write.result()
+            writer.finish()
+            del self.writes[writer]
+
+        self.finishing.append(self.finisher.submit(when_written))
+
+    def keep_up(self, most_packs: int, most_shards: int) -> None:
+        """Wait until no more than so many are under way. Raises: what the threads met."""
+        while len(self.pending) > most_packs:
+            for write in self.pending.popleft():
+                write.result()
+        while len(self.finishing) > most_shards:
+            self.finishing.popleft().result()
+
+    def end(self) -> None:
+        for each in (self.pool, self.finisher):
             each.shutdown(cancel_futures=True)
-        for writer in unfinished:
+        for writer in self.writes:
             writer.discard()
 
 

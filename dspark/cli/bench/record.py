@@ -25,6 +25,7 @@ from dspark.target.config import load_target_config
 from dspark.target.loading import load_target
 from dspark.types import Target
 from dspark.verifier import Shard, random_weights
+from dspark.verifier.plan import LOGIT_ROWS
 from dspark.verifier.reading import PackedReader
 
 READING_THREADS = 2
@@ -41,7 +42,7 @@ def record(
 ) -> None:
     """Time recording random ids through the code that dspark record runs, three times after one that is not counted.
 
-    The bare forward pass reads the same packs and keeps nothing. On a GPU the weights are random, as are those of a
+    The forward pass reads the same packs and keeps nothing. On a GPU the weights are random, as are those of a
     target of which only the shape is here. Two threads read whole sequences back at random, from the page cache.
     """
     run = load_run(config, tuple(overrides or ()))
@@ -54,15 +55,16 @@ def record(
         folders = [Path(place) / str(number) for number in range(4)]
         for each in folders:
             start_record(each, manifest)
-        pairs = [(timed(read, target, sequences), timed(write, target, sequences, manifest, each)) for each in folders]
+        bare, whole = ([timed(read, target, sequences, has_head) for _ in folders][1:] for has_head in (False, True))
+        recording = [timed(write, target, sequences, manifest, each) for each in folders][1:]
         reading = min(timed(read_back, folders[-1]) for _ in range(3))
-    bare, recording = map(list, zip(*pairs[1:], strict=True))
     num_tokens, num_bytes = manifest.num_tokens, manifest.num_bytes
     report = Report(json, target=run.target.path, taps=run.record.taps, tokens=num_tokens, bytes=num_bytes)
-    report |= {"bare_seconds": bare, "seconds": recording, "reading_seconds": reading}
-    rates = num_tokens / min(bare), num_tokens / min(recording)
+    report |= {"bare_seconds": bare, "whole_seconds": whole, "seconds": recording, "reading_seconds": reading}
+    first, second, rate = (num_tokens / min(seconds) for seconds in (bare, whole, recording))
     report.say(f"{num_tokens} tokens in sequences of {length}, {num_bytes / num_tokens / 1e3:.2f} kB each")
-    report.say(f"bare forward pass {rates[0]:,.0f} tokens/s; recording {rates[1]:,.0f}: {rates[1] / rates[0]:.1%}")
+    report.say(f"forward pass without the head {first:,.0f} tokens/s, with logits of what is predicted {second:,.0f}")
+    report.say(f"recording {rate:,.0f} tokens/s: {rate / first:.1%} and {rate / second:.1%} of them")
     report.say(f"read back, whole sequences at random: {num_bytes / reading / 1e9:.2f} GB/s")
 
 
@@ -84,10 +86,13 @@ def describe(run: RunConfig, target: Target[Any], sequences: list[Encoded]) -> M
     return Manifest(**made, shards=plan_shards(*sizes, run.record.shard_tokens))
 
 
-def read(target: Target[Any], sequences: list[Encoded]) -> None:
+def read(target: Target[Any], sequences: list[Encoded], has_head: bool) -> None:
     """The forward pass of every pack."""
     for group in group_by_tokens([len(each.ids_T) for each in sequences], TOKENS_PER_CALL):
-        target.prefill([each.ids_T for each in sequences[group.start : group.stop]])
+        _, output = target.prefill([each.ids_T for each in sequences[group.start : group.stop]])
+        predicted = sum(sequences[row].num_supervised for row in group) if has_head else 0
+        for hidden_ND in torch.split(output.last_hidden_ND[:predicted], LOGIT_ROWS):
+            target.logits(hidden_ND)
 
 
 def write(target: Target[Any], sequences: list[Encoded], manifest: Manifest, folder: Path) -> None:
