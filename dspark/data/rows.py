@@ -142,6 +142,8 @@ class Lines(Sequence[ItemT]):
         return len(self.places_S2)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
         begin, end = self.places_S2[index].tolist()
         return self._item(index, os.pread(self._file.fileno(), end - begin, begin))
 
