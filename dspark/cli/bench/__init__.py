@@ -19,7 +19,7 @@ from dspark.target.loading import locate_target
 from dspark.verifier import Precision, Shard, Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
 from dspark.verifier.drafting import BlockDrafter, Drafter, MtpDrafter, draft_weights, random_draft
 from dspark.verifier.plan import free_bytes
-from dspark.verifier.ranks import ALONE, Ranks, start
+from dspark.verifier.ranks import Ranks, start
 from dspark.verifier.timing import Clock, read_bandwidth, read_trace, slack_tokens
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -169,10 +169,7 @@ def on_gpus(name: str, work: Callable[[Ranks], None], tp: int) -> None:
     """Do the work on so many ranks. Raises: DsparkError where there is no GPU."""
     if not torch.cuda.is_available():
         raise DsparkError(f"bench {name}: needs a CUDA GPU, and torch finds none on this machine")
-    if tp > 1:
-        start(work, tp, DEVICE)
-    else:
-        work(ALONE)
+    start(work, tp, DEVICE)
 
 
 def numbers(option: str, listed: str, most: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from dspark.config import EvalSection, load_run, validated
 from dspark.errors import ConfigError
 from dspark.eval.tasks import describe_tasks, task_names
 from dspark.files import check_writable
-from dspark.verifier.ranks import ALONE, start
+from dspark.verifier.ranks import start
 
 BASELINES_HELP = f"Compare with {FORMS}, separated by commas."
 TASKS_HELP = f"Separated by commas: {', '.join(task_names())}, random:LENGTH, long:LENGTH, .jsonl or .parquet files."
@@ -82,10 +82,7 @@ def evaluate(
     made = choose_engine(engine, chosen.path, plan, device, tp)
     seeds = (seed, given.seed if given else seed)
     job = Job(chosen, place, plan, names, seeds, is_thinking, device, made, tp, out, against)
-    if tp > 1:
-        start(partial(run, job=job), tp, device)
-    else:
-        run(ALONE, job)
+    start(partial(run, job=job), tp, device)
 
 
 def _listed(words: str | None) -> list[str] | None:

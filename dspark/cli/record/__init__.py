@@ -19,7 +19,7 @@ from dspark.record.order import drawn_order
 from dspark.record.writer import check_same, start_record
 from dspark.target.loading import TargetFacts, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
-from dspark.verifier.ranks import ALONE, start
+from dspark.verifier.ranks import start
 
 SECONDS_FOR_A_SHARD = 1800.0
 """How long ranks wait for the one that writes, at most."""
@@ -69,10 +69,7 @@ def record(
             check_same(run.record.folder, manifest)
         elif not measure_fp8:
             start_record(run.record.folder, manifest, run.record.ring_shards)
-        if tp > 1:
-            start(partial(run_job, job=job), tp, device, SECONDS_FOR_A_SHARD)
-        else:
-            run_job(ALONE, job)
+        start(partial(run_job, job=job), tp, device, SECONDS_FOR_A_SHARD)
 
 
 def check_draft(run: RunConfig, facts: TargetFacts) -> None:

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from dspark.errors import ConfigError, DsparkError, RankError, one_line
+from dspark.verifier.ranks.alone import ALONE, Ranks
 from dspark.verifier.ranks.devices import Devices
 from dspark.verifier.ranks.processes import Processes, last_step
 
@@ -22,15 +23,18 @@ LOCALHOST = "127.0.0.1"
 
 
 def start(
-    work: Callable[[Processes], None], world_size: int, device_type: str, limit_seconds: float = LIMIT_SECONDS
+    work: Callable[[Ranks], None], world_size: int, device_type: str, limit_seconds: float = LIMIT_SECONDS
 ) -> None:
-    """Run ``work(ranks)`` (it must pickle) in ``world_size`` processes of this machine until all have returned.
+    """Run ``work(ranks)`` (it must pickle) in ``world_size`` processes of this machine until all have returned; a rank
+    alone works in this process, on any device.
 
     On ``cuda`` a rank takes the GPU of its number, which must see the others' memory. A rank that the others wait for
     longer than ``limit_seconds`` ends them.
     Raises: RankError with one line: the message of the first rank that failed, or which one ended how; the others are
     ended too. ConfigError for fewer GPUs than ranks, or another kind of device.
     """
+    if world_size == 1:
+        return work(ALONE)
     if world_size < 1 or device_type not in {"cpu", "cuda"}:
         raise ConfigError(f"ranks are one or more processes on cpu or cuda, got {world_size} on {device_type}")
     if device_type == "cuda" and torch.cuda.device_count() < world_size:
