@@ -10,8 +10,8 @@ from dspark.decode.sampling import Sampling, Uniforms
 from dspark.decode.speaking import Spoken, Stopwatch
 from dspark.errors import ConfigError
 from dspark.verifier import Verifier
-from dspark.verifier.drafting import Cycle, Drafter, time_parts
-from dspark.verifier.timing import Clock
+from dspark.verifier.drafting import Cycle, Drafter
+from dspark.verifier.timing import Clock, time_parts
 
 SEEDS = 2**62
 SLACK_TOKENS = 48
@@ -71,8 +71,7 @@ class CycleSpeaker:
             self._cycles[temperature] = cycle = Cycle(self.verifier, self.drafter, temperature, generator)
             if device.type == "cuda":
                 cycle.begin(prompt_ids_T)
-                clock = Clock(device, self.verifier.ranks)
-                found = time_parts(cycle, clock, len(prompt_ids_T))
+                found = time_parts(cycle, Clock(device, self.verifier.ranks), len(prompt_ids_T))
                 self._part_seconds[temperature] = {name: value / 1e6 for name, value in found.items()}
         return self._cycles[temperature]
 

@@ -1,8 +1,10 @@
-"""Where a step's time goes, on the clock of the device that takes it."""
+"""Where a step's time goes, and what a call takes again and again, on the clock of the device."""
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+WARMUPS, REPEATS = 3, 20
+"""Calls before the clock starts (compilers and tuners have run then), and calls of which the median is taken."""
 KINDS = ("data_wait", "forward", "backward", "optimizer", "communication")
 """What a step's time is spent on; it is the rest that goes into rows, checkpoints and the loop itself."""
 
@@ -25,6 +29,43 @@ def moment(device: torch.device) -> Any:
 def seconds_between(start: Any, end: Any) -> float:
     """The time from one moment to another of the same device."""
     return float(start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start)
+
+
+class Timing(NamedTuple):
+    """Of one call among many back to back: milliseconds, and the most bytes that torch's allocator gave out meanwhile
+    (None where there is no GPU), with all that lies there anyway.
+    """
+
+    milliseconds: float
+    least_milliseconds: float
+    most_milliseconds: float
+    peak_bytes: int | None
+
+
+def time_calls(call: Callable[[], Any], device: torch.device, before: Callable[[], None] = lambda: None) -> Timing:
+    """Median, least and most of ``REPEATS`` calls after ``WARMUPS``; ``before`` runs ahead of each, untimed.
+
+    Calls follow each other as micro-steps do: the host does not wait for the device between them, so its work hides
+    behind the device's unless the call itself waits.
+    """
+    is_gpu = device.type == "cuda"
+    for _ in range(WARMUPS):
+        before()
+        call()
+    if is_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    moments = []
+    for _ in range(REPEATS):
+        before()
+        start = moment(device)
+        call()
+        moments.append((start, moment(device)))
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    times = [seconds_between(*pair) * 1e3 for pair in moments]
+    peak = torch.cuda.max_memory_allocated(device) if is_gpu else None
+    return Timing(median(times), min(times), max(times), peak)
 
 
 class Stopwatch:

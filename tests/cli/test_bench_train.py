@@ -24,21 +24,21 @@ from dspark.distributed import start_accelerator
 from dspark.draft.anchors import BlockTargets
 from dspark.errors import ConfigError, DsparkError
 from dspark.record.order import ReadingOrder
+from dspark.train import timing
 from dspark.train.batches import Batch, Share, window_draws
 from dspark.train.measure import (
     MicroStep,
     RandomRecord,
-    clock,
     count_operations,
     least_bytes,
     parts,
     random_learner,
     whole_steps,
 )
-from dspark.train.measure.clock import Timing, time_calls
 from dspark.train.objective import Metrics
 from dspark.train.slots import lay_out
 from dspark.train.step import Learner, train_step
+from dspark.train.timing import Timing, time_calls
 
 ROOT = Path(__file__).parents[2]
 FLASH = ROOT / "configs" / "ling-3.0-flash.yaml"
@@ -50,7 +50,7 @@ TOKENS = 40
 def _a_fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    monkeypatch.setattr(clock, "REPEATS", 2)
+    monkeypatch.setattr(timing, "REPEATS", 2)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -187,7 +187,7 @@ def test_whole_steps_move_the_draft_and_read_the_record_in_training_s_order(
 def test_a_call_is_warmed_up_and_cleared_and_the_median_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = [0.0], []
     takes = iter([50.0, 60.0, 70.0, 9.0, 1.0, 2.0])  # three to warm up
-    monkeypatch.setattr(clock, "REPEATS", 3)
+    monkeypatch.setattr(timing, "REPEATS", 3)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def spend(name: str, seconds: float) -> None:

@@ -7,7 +7,7 @@ import torch
 from dspark.cli.bench.report import Report
 from dspark.verifier import Step, Verifier, timing
 from dspark.verifier.calls import Call
-from dspark.verifier.drafting import Cycle, Drafter, time_parts
+from dspark.verifier.drafting import Cycle, Drafter
 
 
 class Rows(NamedTuple):
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
             generator = torch.Generator(self.verifier.weights.device).manual_seed(0)  # all ranks draw alike
             cycle = Cycle(self.verifier, drafter, temperature, generator)
             timed = timing.time_step(cycle, self.clock, context)
-            parts = time_parts(cycle, self.clock, context)
+            parts = timing.time_parts(cycle, self.clock, context)
             this = found[f"cycle_temperature_{temperature:g}"] = timed._asdict() | {"parts": parts, "stages": []}
             self.report.say(
                 f"cycle at temperature {temperature:g}, {drafter.num_drafts} drafts: back to back "

@@ -13,8 +13,8 @@ from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.errors import ConfigError, DsparkError
 from dspark.train.measure import MicroStep, RandomRecord, count_operations, least_bytes, random_learner, whole_steps
-from dspark.train.measure.clock import Timing, time_calls
 from dspark.train.step import Learner
+from dspark.train.timing import Timing, time_calls
 from dspark.verifier.plan import free_bytes
 from dspark.verifier.timing import Clock, matmul_flops
 

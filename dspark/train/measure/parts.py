@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dspark.draft.model import DraftOutput
+from dspark.train import timing
 from dspark.train.batches import Record, plan_windows, share_of, with_feed
 from dspark.train.log import PooledMetrics
-from dspark.train.measure import clock
 from dspark.train.objective import denominators
 from dspark.train.step import Learner, draft_blocks, gradient_exchange, judge_blocks, micro_step, train_step
 
@@ -78,7 +78,7 @@ def whole_steps(learner: Learner, record: Record) -> Iterator[Callable[[], None]
     it can be called as often as ``time_calls`` does.
     """
     run, device, share = learner.run, learner.accelerator.device, share_of(learner.accelerator, learner.run.train)
-    starts = share.starts(0, clock.WARMUPS + clock.REPEATS)
+    starts = share.starts(0, timing.WARMUPS + timing.REPEATS)
     steps, metrics = count(), PooledMetrics(learner.stopwatch)
     with closing(with_feed(plan_windows(record, run, share, starts, device), record, device)) as windows:
 

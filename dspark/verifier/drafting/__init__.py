@@ -15,8 +15,7 @@ from dspark.verifier.drafting.block import BlockDrafter
 from dspark.verifier.drafting.cycle import Cycle, CycleOutput
 from dspark.verifier.drafting.drafter import Drafter, Drafts, NoDrafter, Sampler
 from dspark.verifier.drafting.mtp import MtpDrafter
-from dspark.verifier.drafting.timing import time_parts
 from dspark.verifier.drafting.weights import DraftWeights, draft_weights, random_draft
 
 __all__ = ["BlockDrafter", "Cycle", "CycleOutput", "DraftWeights", "Drafter", "Drafts", "MtpDrafter"]
-__all__ += ["NoDrafter", "Sampler", "draft_weights", "random_draft", "time_parts"]
+__all__ += ["NoDrafter", "Sampler", "draft_weights", "random_draft"]

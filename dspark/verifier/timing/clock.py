@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dspark.kernels import MAX_TOKENS, reading
-from dspark.verifier.calls import Call
+from dspark.verifier.calls import Call, call
 from dspark.verifier.capture import Captured
+from dspark.verifier.drafting import Cycle
 from dspark.verifier.engine import Verifier
 from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.step import Resident
@@ -111,11 +112,33 @@ def time_step(step: Resident[Any], clock: Clock, context_tokens: int) -> StepTim
     return StepTime(step.num_tokens, verifier.is_chained, step.captured.num_launches(), microseconds, burst)
 
 
+@torch.no_grad()
+def time_parts(cycle: Cycle, clock: Clock, context_tokens: int) -> dict[str, float]:
+    """Microseconds of draft, verify, commit and update, each as a graph of its own, after ``context_tokens``."""
+    verifier = cycle.verifier
+    rewind(verifier, context_tokens)
+    drafts = cycle.draft(call)
+    window, count_1, next_id_1 = cycle.verify(drafts, call)
+    start_1 = verifier.buffers.length_1.clone()
+    parts: dict[str, Callable[[], object]] = {
+        "draft": partial(cycle.draft, call),
+        "verify": partial(cycle.verify, drafts, call),
+        "commit": partial(cycle.commit, window, count_1, next_id_1, call),
+        "update": partial(cycle.drafter.update, window, start_1, count_1, call),
+    }
+    found = {}
+    for name, part in parts.items():
+        captured = Captured(part, clock.device, cycle.memory(), cycle.generator)
+        found[name] = clock.time(captured)
+        rewind(verifier, context_tokens)
+    return found
+
+
 def slack_tokens(num_tokens: int) -> int:
     """Room that a series of replays needs behind the context."""
     return REPLAYS * num_tokens + MAX_TOKENS
 
 
 def _run(calls: list[Call]) -> None:
-    for call in calls:
-        call()
+    for each in calls:
+        each()
