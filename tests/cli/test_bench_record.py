@@ -12,7 +12,18 @@ from dspark.cli.main import app
 def test_the_figures_are_those_of_the_record(tmp_path: Path) -> None:
     config = write_prompts_run(tmp_path, {"prompt": "Hi"})
     out = ["--folder", str(tmp_path), "--json", str(tmp_path / "bench.json"), "--device", "cpu"]
-    run = ["bench", "record", "--config", str(config), "--tokens", "1200", "--length", "40", "--set", "record.taps=float8"]
+    run = [
+        "bench",
+        "record",
+        "--config",
+        str(config),
+        "--tokens",
+        "1200",
+        "--length",
+        "40",
+        "--set",
+        "record.taps=float8",
+    ]
     result = CliRunner().invoke(app, [*run, *out], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "bench.json").read_text())

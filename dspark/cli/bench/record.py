@@ -90,8 +90,8 @@ def read(target: Target[Any], sequences: list[Encoded], has_head: bool) -> None:
     """The forward pass of every pack."""
     for group in group_by_tokens([len(each.ids_T) for each in sequences], TOKENS_PER_CALL):
         _, output = target.prefill([each.ids_T for each in sequences[group.start : group.stop]])
-        predicted = sum(sequences[row].num_supervised for row in group) if has_head else 0
-        for hidden_ND in torch.split(output.last_hidden_ND[:predicted], LOGIT_ROWS):
+        predicted = sum(sequences[row].num_supervised for row in group)
+        for hidden_ND in torch.split(output.last_hidden_ND[:predicted], LOGIT_ROWS) if has_head else ():
             target.logits(hidden_ND)
 
 
