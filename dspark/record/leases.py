@@ -25,16 +25,20 @@ class Leases:
     def __init__(self, folder: Path, seconds: float = LEASE_SECONDS) -> None:
         self.folder, self.seconds, self.name = folder, seconds, writer_name()
         self._seen: dict[int, tuple[int, float]] = {}
+        self._held = set[int]()
 
     def take(self, index: int) -> bool:
         """Whether the shard is this process's to record now."""
         path = self._path(index)
+        if index in self._held:  # a slow flush touches nothing
+            return False
         if self._is_expired(index, path):
             path.unlink(missing_ok=True)
         try:
             path.symlink_to(self.name)  # the one way to make a name and what it says at once
         except FileExistsError:
             return False
+        self._held.add(index)
         return True
 
     def touch(self, index: int) -> None:
@@ -45,6 +49,7 @@ class Leases:
     def release(self, index: int) -> None:
         """Give the shard back, finished or not."""
         self._path(index).unlink(missing_ok=True)
+        self._held.discard(index)
 
     def _is_expired(self, index: int, path: Path) -> bool:
         try:

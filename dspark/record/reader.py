@@ -123,6 +123,9 @@ class RecordReader:
                 return self._shards[number]
             if not path.is_file():
                 raise self._damaged(number, "no such file")
+            if self._wait:  # what training has deleted takes room while it is open
+                for gone in [each for each in self._shards if not is_there(self.folder, self.manifest, each)]:
+                    del self._shards[gone]
             shard = self._shards[number] = self._read_index(number, path)
             if len(self._shards) > OPEN_SHARDS:
                 self._shards.popitem(last=False)  # whoever reads in it still holds its file

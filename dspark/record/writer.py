@@ -148,5 +148,6 @@ def _remove_leftovers(folder: Path, manifest: Manifest) -> None:
             (folder / shard_name(index)).unlink(missing_ok=True)
     host = socket.gethostname()
     for path in folder.glob(f".*.{host}-*.partial"):
-        if not is_running(int(path.name.split("-")[-1].removesuffix(".partial"))):
+        process = path.name.rpartition(f".{host}-")[2].removesuffix(".partial")
+        if process.isdigit() and not is_running(int(process)):  # "a-1-17" is a process of the machine a-1, not of a
             path.unlink(missing_ok=True)

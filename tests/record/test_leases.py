@@ -66,3 +66,17 @@ def test_a_holder_that_was_taken_for_dead_goes_on(tmp_path: Path) -> None:
     leases.touch(0)
     leases.release(0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_does_not_take_its_own_shard_twice_however_long_it_flushes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    leases = Leases(tmp_path, seconds=60)
+    assert leases.take(0)
+    assert not leases.take(0)
+    clock[0] += 61
+    assert not leases.take(0)
+    leases.release(0)
+    assert leases.take(0)

@@ -92,3 +92,11 @@ def test_a_long_wait_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         patience(tmp_path / "shard-00000.safetensors")
     assert len(told) == 1
     assert "shard-00000.safetensors: it is written while dspark record runs" in told[0]
+
+
+def test_a_shard_that_training_deleted_is_not_kept_open(ring: Ring) -> None:
+    reader = RecordReader(ring.folder, lambda path: record_missing(ring))
+    for place in range(10):
+        ring.move_to(place)
+        reader[ring.order.place(place)[1]]
+        assert set(reader._shards) <= set(ring.wanted() or ())
