@@ -84,12 +84,12 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)
     accelerator.wait_for_everyone()
     origin = launch | {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
+    starts = share.starts(done.sequences_seen, run.train.steps - done.step)
+    windows = read_windows(learner, reader, share, starts)
     if is_main:
         write_run_folder(run, launch)
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
-    starts = share.starts(done.sequences_seen, run.train.steps - done.step)
-    windows = read_windows(learner, reader, share, starts)
     with progress_bar(run, done.step, is_main) as show, closing(windows):
         show(
             f"{run.name}: {len(reader)} sequences, {share.sequences_per_step} a step, from step {done.step}; "
@@ -129,7 +129,9 @@ def read_windows(learner: Learner, reader: RecordReader, share: Share, starts: r
     if not (run.record.ring_shards and accelerator.is_main_process):
         return fed
     ring = Ring(reader.folder, reader.manifest, run.seed, run.record.ring_shards)
-    return ring.accompany(fed, starts, share.sequences_per_step)
+    ring.check(starts, share.sequences_per_step * (2 + 2 * AHEAD))  # threads plan and fill ahead of the step
+    ring.begin()
+    return ring.accompany(fed, starts)
 
 
 def save(learner: Learner, done: TrainingProgress) -> None:

@@ -16,7 +16,7 @@ from dspark.cli.prepare import prepare
 from dspark.cli.record import record
 from dspark.record.format import read_manifest
 
-RING = 16
+RING = 24
 STEPS = 24
 
 
@@ -26,7 +26,7 @@ def write_runs(place: Path) -> tuple[Path, Path]:
     fields = yaml.safe_load(config.read_text())
     fields["data"] |= {"max_response_tokens": 24, "generation_batch_size": 20}
     fields["record"] |= {"shard_tokens": 90}
-    fields["train"] |= {"steps": STEPS, "log_every_steps": 1, "save_every_steps": 8}
+    fields["train"] |= {"steps": STEPS, "accumulation_steps": 2, "log_every_steps": 1, "save_every_steps": 8}
     config.write_text(yaml.safe_dump(fields))
     prepare(config)
     ring = place / "ring"

@@ -111,7 +111,7 @@ def given_row(chat: ChatFormat, conversation: Conversation) -> Row:
 
 def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:
     """Raises: RecordError naming the place of a line that is no such row."""
-    hint = "restore or delete this line, run dspark prepare again"
+    hint = "restore it, or delete the file and run dspark prepare again"
     return read_back(model, line, place, hint, "not a response ({})")
 
 

@@ -198,7 +198,8 @@ def judge(target: Target[Any], hidden_MD: Tensor, labels_M: Tensor) -> dict[str,
 def _scores(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     """Log-probabilities of the labels and entropies [2, N]."""
     logprobs_NV = logits_NV - logits_NV.logsumexp(-1, keepdim=True)
-    entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    probs_NV = logprobs_NV.exp()
+    entropies_N = -torch.where(probs_NV > 0, probs_NV * logprobs_NV, 0.0).sum(-1)  # a masked row's logit may be -inf
     return torch.stack((logprobs_NV.gather(1, labels_N[:, None])[:, 0], entropies_N))
 
 

@@ -69,8 +69,9 @@ class Leases:
 
 
 def writer_name() -> str:
-    """Of this process among those that write into a folder that machines share."""
-    return f"{socket.gethostname()}-{os.getpid()}"
+    """Of this process among those that write into a folder that machines share; containers may share a machine's name."""
+    space = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()}.{space.stat().st_ino if space.exists() else 0}-{os.getpid()}"
 
 
 def is_running(process_id: int) -> bool:

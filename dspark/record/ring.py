@@ -31,6 +31,22 @@ class Ring:
         self.folder, self.manifest, self.capacity = folder, manifest, capacity
         self.order = ReadingOrder(manifest.starts, seed)
         self._group = -1
+        if seed != manifest.seed:
+            raise RecordError(
+                f"{folder}: seed is {manifest.seed} there and {seed} now; give the record's, or record anew"
+            )
+
+    def begin(self) -> None:
+        """Say that this is a ring; where training had ended, that another one is to come.
+        Raises: ConfigError for an ordinary record, of which training would delete what it has read.
+        """
+        path = self.folder / RING_FILE
+        if not path.is_file() and any(self.folder.glob("shard-*")):
+            raise ConfigError(
+                f"{self.folder}: holds an ordinary record; leave out record.ring_shards, or give another folder"
+            )
+        if not path.is_file() or self.wanted() is None:
+            write_whole(path, json.dumps({"group": 0}))
 
     def wanted(self) -> list[int] | None:
         """The shards that should be there, the next one first; None when training has ended.
@@ -40,7 +56,7 @@ class Ring:
         try:
             group = json.loads(path.read_bytes())["group"] if path.is_file() else 0
             return None if group is None else self.order.shards_from(int(group), self.capacity)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise RecordError(f"{path}: not what a trainer writes ({error}); delete it") from error
 
     def missing(self) -> list[int] | None:
@@ -49,13 +65,15 @@ class Ring:
         return numbers and [number for number in numbers if not is_there(self.folder, self.manifest, number)]
 
     def check(self, starts: Iterable[int], num_sequences: int) -> None:
-        """Raises: ConfigError when steps of so many sequences, from these places of the stream on, need more shards at
-        a time than the ring holds.
+        """Raises: ConfigError when steps that wait for so many sequences, from these places of the stream on, need more
+        shards at a time than the ring holds.
         """
         spans = (self.order.group_at(start + num_sequences - 1) - self.order.group_at(start) + 1 for start in starts)
         needed = max(spans, default=0) * SHUFFLED_SHARDS
         if self.capacity < min(needed, len(self.manifest.shards)):
-            raise ConfigError(f"record.ring_shards must be at least {needed} for steps of {num_sequences} sequences")
+            raise ConfigError(
+                f"record.ring_shards must be at least {needed}: training reads {num_sequences} sequences ahead"
+            )
 
     def move_to(self, place: int) -> None:
         """Training reads from this place of the stream on: shards that it does not need for now go."""

@@ -1,8 +1,8 @@
 """A record being written: each shard appears whole, and a recorder that was stopped, or another one, goes on."""
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from shutil import disk_usage
@@ -58,14 +58,15 @@ class ShardWriter:
         self._write([memoryview(header + index)], 0)
         try:
             put_in_place(self._beside, self.path)
+            os.close(self._file)
         except OSError as error:
             raise self._refused(error) from error
-        os.close(self._file)
         self.leases.release(self.index)
 
     def discard(self) -> None:
         """Leave nothing of a shard that was not finished."""
-        os.close(self._file)
+        with suppress(OSError):
+            os.close(self._file)
         self._beside.unlink(missing_ok=True)
         self.leases.release(self.index)
 
@@ -146,7 +147,7 @@ def _remove_leftovers(folder: Path, manifest: Manifest) -> None:
             leases.release(index)  # its holder was killed at its last word
         else:
             (folder / shard_name(index)).unlink(missing_ok=True)
-    host = socket.gethostname()
+    host = writer_name().rpartition("-")[0]
     for path in folder.glob(f".*.{host}-*.partial"):
         process = path.name.rpartition(f".{host}-")[2].removesuffix(".partial")
         if process.isdigit() and not is_running(int(process)):  # "a-1-17" is a process of the machine a-1, not of a

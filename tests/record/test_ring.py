@@ -22,7 +22,7 @@ SEQUENCES = make_sequences((9, 4, 30, 7, 12, 2, 8, 15, 11, 5))
 def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ring:
     for where in (order_module, module):
         monkeypatch.setattr(where, "SHUFFLED_SHARDS", 2)
-    manifest = describe(SEQUENCES, shard_tokens=10)
+    manifest = describe(SEQUENCES, shard_tokens=10, seed=3)
     assert len(manifest.shards) == 9
     start_record(tmp_path, manifest)
     return Ring(tmp_path, manifest, seed=3, capacity=4)
@@ -45,7 +45,7 @@ def record_missing(ring: Ring) -> None:
 def test_training_finds_every_sequence_of_two_passes_and_few_shards_lie_there_at_a_time(ring: Ring) -> None:
     manifest, most = ring.manifest, 0
     reader = RecordReader(ring.folder, lambda path: record_missing(ring))
-    steps = ring.accompany((step for step in range(20)), range(20), 1)
+    steps = ring.accompany((step for step in range(20)), range(20))
     for place in range(20):
         assert next(steps) == place
         _, index = ring.order.place(place)
@@ -72,7 +72,9 @@ def test_a_recorder_that_comes_first_begins_with_what_training_reads_first(ring:
 
 def test_steps_that_need_more_shards_than_there_are_at_a_time_are_refused(ring: Ring) -> None:
     ring.check(range(0, 20, 2), 2)
-    with pytest.raises(ConfigError, match=r"record.ring_shards must be at least [6-9] for steps of 6 sequences"):
+    with pytest.raises(
+        ConfigError, match=r"record.ring_shards must be at least [6-9]: training reads 6 sequences ahead"
+    ):
         ring.check(range(0, 20, 6), 6)
 
 
@@ -100,3 +102,27 @@ def test_a_shard_that_training_deleted_is_not_kept_open(ring: Ring) -> None:
         ring.move_to(place)
         reader[ring.order.place(place)[1]]
         assert set(reader._shards) <= set(ring.wanted() or ())
+
+
+def test_an_ordinary_record_is_no_ring(ring: Ring) -> None:
+    record_missing(ring)
+    with pytest.raises(ConfigError, match="holds an ordinary record; leave out record.ring_shards"):
+        ring.begin()
+    for path in ring.folder.glob("shard-*"):
+        path.unlink()
+    ring.begin()
+    record_missing(ring)
+    ring.begin()
+    ring.move_to(12)
+    before = ring.wanted()
+    ring.begin()
+    assert ring.wanted() == before
+    assert list(ring.accompany((step for step in range(1)), range(1))) == [0]
+    assert ring.wanted() is None
+    ring.begin()
+    assert ring.wanted() == ring.order.shards_from(0, 4)
+
+
+def test_another_seed_than_the_records_is_refused_before_anything_goes(ring: Ring) -> None:
+    with pytest.raises(RecordError, match="seed is 3 there and 4 now"):
+        Ring(ring.folder, ring.manifest, seed=4, capacity=4)

@@ -78,6 +78,8 @@ def run_job(ranks: Ranks, job: Job) -> None:
         capture(target, sequences, job.manifest, follow(ranks, target), None, lambda num_sequences, num_tokens: None)
         return
     leases = Leases(folder)
+    if job.run.record.ring_shards:
+        console.print("recording what train.py with this config reads next, until it ends")
     with recording_progress(job) as (missing, on_sequences):
         turns = take_turns(missing, leases)
         if ranks.world_size > 1:
@@ -113,6 +115,8 @@ def recording_progress(job: Job) -> Iterator[tuple[Callable[[], list[int] | None
     """
     record, manifest = job.run.record, job.manifest
     ring = Ring(record.folder, manifest, job.run.seed, record.ring_shards) if record.ring_shards else None
+    if ring:
+        ring.begin()
     began, num_done, num_tokens = time.monotonic(), 0, 0
     with count_progress("recorded", None if ring else manifest.num_sequences) as advance:
 
