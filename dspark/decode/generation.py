@@ -153,12 +153,9 @@ class _Text:
 
 
 def _first_ids(
-    target: Target[CacheT],
-    output: TargetOutput,
-    prompts: Sequence[torch.Tensor],
-    sampling: Sampling,
+    target: Target[CacheT], output: TargetOutput, prompts: Sequence[torch.Tensor], sampling: Sampling,
     uniforms: Sequence[Uniforms],
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The token after each prompt."""
     last_B = torch.tensor([len(prompt_ids_T) for prompt_ids_T in prompts]).cumsum(0) - 1
     hidden_BD = output.last_hidden_ND[last_B.to(output.last_hidden_ND.device)]

@@ -72,13 +72,9 @@ def num_confident(confidences: Sequence[float], threshold: float) -> int:
 
 
 def draw_block(
-    draft: DraftModel,
-    context: ContextCache,
-    anchor_id: int,
-    sampling: Sampling,
-    uniforms: Uniforms,
+    draft: DraftModel, context: ContextCache, anchor_id: int, sampling: Sampling, uniforms: Uniforms,
     num_drafts: int | None = None,
-) -> Block:
+) -> Block:  # fmt: skip
     """Draw the first num_drafts tokens (None: all) of the block after the anchor, with one uniform each unless greedy.
     The draft's context holds every position before the anchor.
     """
@@ -95,13 +91,9 @@ def draw_block(
 
 
 def verify_blocks(
-    target: Target[CacheT],
-    cache: CacheT,
-    blocks: Mapping[int, Block],
-    sampling: Sampling,
-    uniforms: Sequence[Uniforms],
-    lap: Callable[[str], None],
-) -> dict[int, Verified]:
+    target: Target[CacheT], cache: CacheT, blocks: Mapping[int, Block], sampling: Sampling,
+    uniforms: Sequence[Uniforms], lap: Callable[[str], None],
+) -> dict[int, Verified]:  # fmt: skip
     """Verify [anchor, block] of every open text in one pass of the target, and commit anchors and accepted tokens.
 
     ``blocks``: by the text's row in the cache. Rows without a block, and those behind a block's end, read padding: what

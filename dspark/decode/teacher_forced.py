@@ -53,13 +53,9 @@ def round_starts(rounds: Sequence[Round]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def estimate(
-    target: Target[CacheT],
-    draft: DraftModel,
-    prompt_ids_T: torch.Tensor,
-    text_ids_T: torch.Tensor,
-    sampling: Sampling,
+    target: Target[CacheT], draft: DraftModel, prompt_ids_T: torch.Tensor, text_ids_T: torch.Tensor, sampling: Sampling,
     anchors: Sequence[int],
-) -> TeacherForced:
+) -> TeacherForced:  # fmt: skip
     """Run the draft's training pass over blocks of a text that the target wrote: one pass of the target, one of the
     draft. Laws are those of ``sampling``, from ``token_probs`` as in decoding; its max_new_tokens is not read.
 

@@ -51,12 +51,9 @@ def extend(draft: DraftModel, cache: ContextCache, taps_TLD: Tensor) -> None:
 
 @torch.no_grad()
 def propose(
-    draft: DraftModel,
-    cache: ContextCache,
-    anchor_id: int,
-    pick: Callable[[Tensor], int],
+    draft: DraftModel, cache: ContextCache, anchor_id: int, pick: Callable[[Tensor], int],
     num_drafts: int | None = None,
-) -> Proposal:
+) -> Proposal:  # fmt: skip
     """Draft the first num_drafts tokens (None: all block_size) after the anchor, at position ``cache.num_tokens``.
 
     The layers run once, over all slots whatever num_drafts, for a slot sees them all; then slot by slot ``pick``

@@ -83,12 +83,9 @@ def check_taps(target_layer_ids: tuple[int, ...], num_layers: int) -> None:
 
 
 def load_target(
-    name_or_folder: str | Path,
-    *,
-    target_layer_ids: tuple[int, ...] = (),
-    dtype: torch.dtype = torch.float32,
+    name_or_folder: str | Path, *, target_layer_ids: tuple[int, ...] = (), dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-) -> Target[Any]:
+) -> Target[Any]:  # fmt: skip
     """Read a target's weights, frozen and ready: Ling-3.0 by this project's own code, any other through transformers.
     Raises: CheckpointError and ConfigError as the config, the weights and ``target_layer_ids`` deserve.
     """

@@ -77,12 +77,9 @@ class LingModel(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TargetConfig,
-        target_layer_ids: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
+        self, config: TargetConfig, target_layer_ids: tuple[int, ...] = (), dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.target_layer_ids = config, target_layer_ids
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size

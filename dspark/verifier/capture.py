@@ -21,12 +21,9 @@ class Captured(Generic[ResultT]):
     """
 
     def __init__(
-        self,
-        function: Callable[[], ResultT],
-        device: torch.device,
-        changed: Sequence[torch.Tensor] = (),
+        self, function: Callable[[], ResultT], device: torch.device, changed: Sequence[torch.Tensor] = (),
         generator: torch.Generator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":

@@ -40,12 +40,9 @@ class Verifier:
     """
 
     def __init__(
-        self,
-        weights: VerifierWeights,
-        capacity_tokens: int,
-        target_layer_ids: tuple[int, ...] = (),
+        self, weights: VerifierWeights, capacity_tokens: int, target_layer_ids: tuple[int, ...] = (),
         ranks: Ranks = ALONE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_parts(weights, target_layer_ids, ranks)
         if weights.device.type == "cuda":
             from dspark.kernels.launch import keep_shared_memory  # Triton, which a CPU may lack
@@ -71,14 +68,9 @@ class Verifier:
 
     @classmethod
     def load(
-        cls,
-        folder: Path | str,
-        capacity_tokens: int,
-        target_layer_ids: tuple[int, ...] = (),
-        dtype: Dtypes = torch.bfloat16,
-        device: torch.device | str = "cuda",
-        ranks: Ranks = ALONE,
-    ) -> Self:
+        cls, folder: Path | str, capacity_tokens: int, target_layer_ids: tuple[int, ...] = (),
+        dtype: Dtypes = torch.bfloat16, device: torch.device | str = "cuda", ranks: Ranks = ALONE,
+    ) -> Self:  # fmt: skip
         """Plan, then read a rank's slices. Raises: ConfigError when the memory is missing; as ``load_weights``."""
         check_device(torch.device(device))
         shard = Shard(ranks.rank, ranks.world_size)

@@ -49,13 +49,9 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    config: TargetConfig,
-    shard: Shard,
-    capacity_tokens: int,
-    dtype: Dtypes,
-    device: torch.device | str = "cpu",
+    config: TargetConfig, shard: Shard, capacity_tokens: int, dtype: Dtypes, device: torch.device | str = "cpu",
     has_mtp: bool = False,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan of one rank with room for ``capacity_tokens``, and its prediction layer; allocates nothing.
     Raises: ConfigError as ``Shard`` and ``allocate_buffers``.
     """

@@ -21,13 +21,9 @@ class Window(NamedTuple):
 
 
 def read_window(
-    ids_T: torch.Tensor,
-    weights: VerifierWeights,
-    target_layer_ids: tuple[int, ...],
-    dense: router.Dispatch,
-    chain: Chain,
-    ranks: Ranks,
-) -> Window:
+    ids_T: torch.Tensor, weights: VerifierWeights, target_layer_ids: tuple[int, ...], dense: router.Dispatch,
+    chain: Chain, ranks: Ranks,
+) -> Window:  # fmt: skip
     """Read T tokens after the committed ones; ``ranks`` add the partial sums of every block."""
     input_norms = [layer.input_norm_D for layer in weights.layers]
     begin = (ids_T, weights.embedding_VD, input_norms[0], chain.config.rms_norm_eps)

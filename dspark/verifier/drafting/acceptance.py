@@ -7,12 +7,9 @@ SMALLEST_RESIDUAL = 1e-8
 
 
 def accept(
-    ids_T: torch.Tensor,
-    draft_logits_KV: torch.Tensor,
-    target_logits_TV: torch.Tensor,
-    inverse_temperature_1: torch.Tensor,
-    uniforms_T: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_T: torch.Tensor, draft_logits_KV: torch.Tensor, target_logits_TV: torch.Tensor,
+    inverse_temperature_1: torch.Tensor, uniforms_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """How many of a window's tokens are committed (count_1 int64, 1..T) and the token after them (next_id_1 int64).
 
     Draft x_j stays while u_j < p_j(x_j) / q_j(x_j) and all before it stay. The token after the first refusal is drawn

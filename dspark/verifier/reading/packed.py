@@ -35,14 +35,9 @@ class PackedReader:
 
     @classmethod
     def load(
-        cls,
-        folder: Path | str,
-        num_tokens: int,
-        target_layer_ids: tuple[int, ...] = (),
-        dtype: Dtypes = torch.bfloat16,
-        device: torch.device | str = "cuda",
-        ranks: Ranks = ALONE,
-    ) -> Self:
+        cls, folder: Path | str, num_tokens: int, target_layer_ids: tuple[int, ...] = (),
+        dtype: Dtypes = torch.bfloat16, device: torch.device | str = "cuda", ranks: Ranks = ALONE,
+    ) -> Self:  # fmt: skip
         """Plan packs of ``num_tokens``, then read a rank's slices.
         Raises: ConfigError when the memory is missing; as ``load_weights``.
         """

@@ -22,13 +22,9 @@ from dspark.verifier.weights import LinearWeights, MtpWeights, VerifierWeights
 
 @torch.no_grad()
 def read_packed(
-    weights: VerifierWeights,
-    ids: Sequence[torch.Tensor],
-    target_layer_ids: tuple[int, ...] = (),
-    buffers: Buffers | None = None,
-    start: int = 0,
-    ranks: Ranks = ALONE,
-) -> TargetOutput:
+    weights: VerifierWeights, ids: Sequence[torch.Tensor], target_layer_ids: tuple[int, ...] = (),
+    buffers: Buffers | None = None, start: int = 0, ranks: Ranks = ALONE,
+) -> TargetOutput:  # fmt: skip
     """Taps and last hidden state of every token of B sequences (each int64 [T_b], T_b >= 1), in one pass.
 
     With ``buffers``, of the one sequence that they hold ``start`` tokens of: it is read on and its states, history,
@@ -76,13 +72,9 @@ def read_packed(
 
 @torch.no_grad()
 def read_mtp(
-    weights: MtpWeights,
-    next_embedding_ND: torch.Tensor,
-    hidden_ND: torch.Tensor,
-    rows_JC: torch.Tensor,
-    start: int = 0,
-    ranks: Ranks = ALONE,
-) -> torch.Tensor:
+    weights: MtpWeights, next_embedding_ND: torch.Tensor, hidden_ND: torch.Tensor, rows_JC: torch.Tensor,
+    start: int = 0, ranks: Ranks = ALONE,
+) -> torch.Tensor:  # fmt: skip
     """The prediction layer over N tokens from position ``start`` on: last_ND, its hidden states after the final norm.
 
     Reads the embeddings of the ids that follow, the target's last hidden states, and ``start`` latent rows of rows_JC;
