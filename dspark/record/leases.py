@@ -69,7 +69,7 @@ class Leases:
 
 
 def writer_name() -> str:
-    """Of this process among those that write into a folder that machines share; containers may share a machine's name."""
+    """Of this process among those that write into a folder that machines share, or containers of one name."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()}.{space.stat().st_ino if space.exists() else 0}-{os.getpid()}"
 

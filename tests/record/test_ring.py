@@ -72,9 +72,7 @@ def test_a_recorder_that_comes_first_begins_with_what_training_reads_first(ring:
 
 def test_steps_that_need_more_shards_than_there_are_at_a_time_are_refused(ring: Ring) -> None:
     ring.check(range(0, 20, 2), 2)
-    with pytest.raises(
-        ConfigError, match=r"record.ring_shards must be at least [6-9]: training reads 6 sequences ahead"
-    ):
+    with pytest.raises(ConfigError, match=r"record.ring_shards must be at least [6-9]: 6 sequences are read ahead"):
         ring.check(range(0, 20, 6), 6)
 
 
@@ -106,7 +104,7 @@ def test_a_shard_that_training_deleted_is_not_kept_open(ring: Ring) -> None:
 
 def test_an_ordinary_record_is_no_ring(ring: Ring) -> None:
     record_missing(ring)
-    with pytest.raises(ConfigError, match="holds an ordinary record; leave out record.ring_shards"):
+    with pytest.raises(ConfigError, match=r"holds an ordinary record; leave out record.ring_shards"):
         ring.begin()
     for path in ring.folder.glob("shard-*"):
         path.unlink()
