@@ -29,7 +29,7 @@ from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.record.ring import Patience, Ring
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
-from dspark.train.batches import Fed, Share, plan_windows, share_of, with_feed
+from dspark.train.batches import AHEAD, Fed, Share, plan_windows, share_of, with_feed
 from dspark.train.checkpoint import Progress as TrainingProgress
 from dspark.train.checkpoint import checkpoints, finished_draft, gather_state, load_checkpoint, save_checkpoint
 from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_after, start_trackers

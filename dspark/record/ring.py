@@ -71,9 +71,7 @@ class Ring:
         spans = (self.order.group_at(start + num_sequences - 1) - self.order.group_at(start) + 1 for start in starts)
         needed = max(spans, default=0) * SHUFFLED_SHARDS
         if self.capacity < min(needed, len(self.manifest.shards)):
-            raise ConfigError(
-                f"record.ring_shards must be at least {needed}: training reads {num_sequences} sequences ahead"
-            )
+            raise ConfigError(f"record.ring_shards must be at least {needed}: {num_sequences} sequences are read ahead")
 
     def move_to(self, place: int) -> None:
         """Training reads from this place of the stream on: shards that it does not need for now go."""
@@ -85,11 +83,10 @@ class Ring:
                 if number not in wanted:
                     (self.folder / shard_name(number)).unlink(missing_ok=True)
 
-    def accompany(self, windows: Generator[WindowT], starts: Sequence[int], num_sequences: int) -> Generator[WindowT]:
-        """The windows of steps of ``num_sequences``, from these places of the stream on; the ring goes along, and its
-        recorders end behind the last one. Raises: as ``check``.
+    def accompany(self, windows: Generator[WindowT], starts: Sequence[int]) -> Generator[WindowT]:
+        """The windows of steps from these places of the stream on; the ring goes along, and its recorders end behind
+        the last one.
         """
-        self.check(starts, num_sequences)
         with closing(windows):
             for start in starts:
                 self.move_to(start)
