@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 from prompts_run import write_prompts_run
 from safetensors.torch import load_file
@@ -38,6 +40,16 @@ def write_runs(place: Path) -> tuple[Path, Path]:
     (place / "ring.yaml").write_text(yaml.safe_dump(fields))
     record(config)
     return config, place / "ring.yaml"
+
+
+STARTED: list["subprocess.Popen[str]"] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    for process in STARTED:
+        process.kill()
 
 
 def start(*command: str) -> "subprocess.Popen[str]":
