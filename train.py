@@ -1,6 +1,7 @@
 """Door: load a run, build the draft, step until done, save."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -60,6 +61,8 @@ def main(
     os.environ.setdefault("WANDB_MODE", "offline")
     accelerator = start_accelerator(run.train, os.environ, parent_command())
     patience = Patience(lambda line: print(line, file=sys.stderr)) if run.record.ring_shards else None
+    if patience:
+        signal.signal(signal.SIGINT, patience.interrupt)
     reader = RecordReader(run.record.folder, patience)
     processes = f"{accelerator.num_processes} x {accelerator.device.type}"
     launch = describe_training(sys.argv, reader.folder / MANIFEST_FILE, processes)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prompts_run import write_prompts_run
 from safetensors.torch import load_file
-from training_run import ROOT, rows_of
+from training_run import ROOT, rows_of, write_run
 
 from dspark.cli.prepare import prepare
 from dspark.cli.record import record
@@ -96,3 +96,20 @@ def test_two_recorders_and_a_trainer_give_the_loss_log_of_a_whole_record_also_wh
     drafts = [load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("run", "ring_run")]
     assert drafts[0].keys() == drafts[1].keys()
     assert all(values.equal(drafts[1][name]) for name, values in drafts[0].items())
+
+
+def test_a_trainer_whose_recorder_never_comes_is_stopped_by_one_interrupt(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    fields = yaml.safe_load(config.read_text())
+    fields["record"] |= {"ring_shards": 8}
+    config.write_text(yaml.safe_dump(fields))
+    (tmp_path / "record" / "shard-00000.safetensors").unlink()
+    trainer = start("train.py", "--config", str(config))
+    while not (tmp_path / "run" / "run.yaml").exists():
+        assert trainer.poll() is None, trainer.communicate()[0]
+        time.sleep(0.05)
+    time.sleep(1.0)  # by then its threads wait
+    assert trainer.poll() is None
+    trainer.send_signal(signal.SIGINT)
+    output, _ = trainer.communicate(timeout=30)
+    assert trainer.returncode not in (None, 0), output

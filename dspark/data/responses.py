@@ -211,6 +211,8 @@ def open_responses(
         add_to_digest(prompts_sha256, np.array(row.prompt_ids, dtype=np.int64))
         if row.finish_reason in UNUSABLE:
             return
+        if (row.finish_reason == "given") != (header.answers == "given"):
+            raise RecordError(f"{path}:{number}: {row.finish_reason}, but answers are {header.answers} in its header")
         check_length(f"{path}:{number}", len(row.ids), max_tokens)
         ids_T, loss_mask_T = row.arrays()
         if (most := int(ids_T.max())) >= vocab_size:

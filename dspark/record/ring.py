@@ -98,10 +98,17 @@ class Patience:
     """Waits for a shard that a recorder is to write, a moment a call; ``tell`` is told once of each long wait."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+        self._tell, self._is_over = tell, False
         self._since: dict[Path, float] = {}
 
+    def interrupt(self, *_: object) -> None:
+        """What a SIGINT is to do: the threads that wait end, and then the program. Raises: KeyboardInterrupt."""
+        self._is_over = True
+        raise KeyboardInterrupt
+
     def __call__(self, path: Path) -> None:
+        if self._is_over:
+            raise RecordError(f"{path}: was waited for when training was stopped")
         time.sleep(POLL_SECONDS)
         since = self._since.setdefault(path, time.monotonic())
         if time.monotonic() - since >= PATIENCE_SECONDS:

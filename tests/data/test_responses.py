@@ -311,6 +311,9 @@ def test_an_unfinished_or_damaged_file_is_named(tmp_path: Path, tokenizer: PreTr
     path.write_text("".join([*lines[:2], lines[2].replace("stop", "tired"), *lines[3:]]))
     with pytest.raises(RecordError, match=r"responses.jsonl:3: not a response \(finish_reason"):
         opened(path)
+    path.write_text("".join([*lines[:2], lines[2].replace("stop", "given"), *lines[3:]]))
+    with pytest.raises(RecordError, match=r"responses.jsonl:3: given, but answers are target in its header"):
+        opened(path)
     path.write_text("".join([*lines, lines[-1]]))
     with pytest.raises(RecordError, match="found 9 responses, expected 8"):
         write(path, tokenizer)

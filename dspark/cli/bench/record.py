@@ -35,7 +35,7 @@ def record(
     config: Annotated[Path, typer.Option(help="The run: target, tapped layers, record section.", readable=False)],
     tokens: Annotated[int, typer.Option(min=2, max=10**8, help="To record in all.")] = 65_536,
     length: Annotated[int, typer.Option(min=2, max=10**6, help="Of a sequence; its second half is predicted.")] = 1024,
-    folder: Annotated[Path | None, typer.Option(help="On the disk to write to.  [default: the temporary one]")] = None,
+    folder: Annotated[Path | None, typer.Option(exists=True, help="On the disk to write to.  [default: /tmp]")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
     json: Json = None,
     device: Device = DEFAULT_DEVICE,
