@@ -17,7 +17,7 @@ Conventions:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -34,14 +34,8 @@ class TargetOutput:
     last_hidden_ND: torch.Tensor
 
 
-class Target(Protocol[CacheT]):
-    """The frozen big model as decoding, recording and evaluation see it.
-
-    ``prefill`` reads whole sequences from position 0 and commits them. ``verify`` reads T further tokens of every
-    sequence and stages what they would change; committed state is untouched and a second ``verify`` replaces the
-    stage. ``commit`` makes the first ``counts_B[b]`` (0..T) staged tokens of sequence b permanent and drops the rest.
-    Plain decoding is ``verify`` of one token and ``commit`` of one.
-    """
+class Reading(Protocol):
+    """The frozen big model as recording sees it: it reads whole sequences and says what it makes of them."""
 
     vocab_size: int
     hidden_size: int
@@ -55,9 +49,27 @@ class Target(Protocol[CacheT]):
     @property
     def head_VD(self) -> torch.Tensor: ...
 
-    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[CacheT, TargetOutput]:
-        """Read B sequences of ids (each int64 [T_b], T_b >= 1). N is the sum of the T_b, in order."""
+    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[Any, TargetOutput]:
+        """Read B sequences of ids (each int64 [T_b], T_b >= 1). N is the sum of the T_b, in order.
+        Returns: what to go on from, where there is such a thing, and the output.
+        """
         ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 (or float64) logits [..., V] of last hidden states [..., D]."""
+        ...
+
+
+class Target(Reading, Protocol[CacheT]):
+    """The same as decoding and evaluation see it.
+
+    ``prefill`` reads whole sequences from position 0 and commits them. ``verify`` reads T further tokens of every
+    sequence and stages what they would change; committed state is untouched and a second ``verify`` replaces the
+    stage. ``commit`` makes the first ``counts_B[b]`` (0..T) staged tokens of sequence b permanent and drops the rest.
+    Plain decoding is ``verify`` of one token and ``commit`` of one.
+    """
+
+    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[CacheT, TargetOutput]: ...
 
     def verify(self, ids_BT: torch.Tensor, cache: CacheT) -> TargetOutput:
         """Read T >= 1 more ids of every sequence; row b*T+t of the output belongs to ids_BT[b, t]."""
@@ -65,10 +77,6 @@ class Target(Protocol[CacheT]):
 
     def commit(self, cache: CacheT, counts_B: torch.Tensor) -> None:
         """Commit the first counts_B[b] staged tokens (int64 [B], 0..T). Raises ValueError outside that range."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 (or float64) logits [..., V] of last hidden states [..., D]."""
         ...
 
 

@@ -17,7 +17,7 @@ from dspark.cli.prepare import prepare
 from dspark.cli.record import record
 
 KILLS = 50
-ROWS = [{"prompt": f"Add {number} and {number % 7}, then say why it is {number % 3}."} for number in range(20)]
+ROWS = [{"prompt": f"Add {number} and {number % 7}, then say why it is {number % 3}."} for number in range(14)]
 
 
 def write_run(place: Path) -> Path:

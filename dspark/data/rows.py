@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -147,8 +148,9 @@ class Lines(Sequence[ItemT]):
         begin, end = self.places_S2[index].tolist()
         return self._item(index, os.pread(self._file.fileno(), end - begin, begin))
 
+    @abstractmethod
     def _item(self, index: int, line: bytes) -> ItemT:
-        raise NotImplementedError
+        """What line ``index`` says."""
 
 
 class Prompts(Lines[RowT]):

@@ -11,7 +11,7 @@ from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, token_probs
 from dspark.draft.anchors import block_targets, gather_positions, slot_positions
 from dspark.draft.model import DraftModel
-from dspark.types import CacheT, Target
+from dspark.types import Reading
 
 
 class TeacherForced(NamedTuple):
@@ -53,7 +53,7 @@ def round_starts(rounds: Sequence[Round]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def estimate(
-    target: Target[CacheT], draft: DraftModel, prompt_ids_T: torch.Tensor, text_ids_T: torch.Tensor, sampling: Sampling,
+    target: Reading, draft: DraftModel, prompt_ids_T: torch.Tensor, text_ids_T: torch.Tensor, sampling: Sampling,
     anchors: Sequence[int],
 ) -> TeacherForced:  # fmt: skip
     """Run the draft's training pass over blocks of a text that the target wrote: one pass of the target, one of the

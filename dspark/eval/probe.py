@@ -13,7 +13,7 @@ from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
 from dspark.eval.measure import decode_prompts
 from dspark.eval.statistics import acceptance_statistics, difference_of_means
-from dspark.types import Target, TargetOutput
+from dspark.types import Reading, Target, TargetOutput
 
 
 class Probe(NamedTuple):
@@ -59,7 +59,7 @@ class TapCost(NamedTuple):
 class _HasRead:
     """A target that has read its only text: ``prefill`` says ``output``, all else is the target's own."""
 
-    def __init__(self, target: Target[Any], output: TargetOutput) -> None:
+    def __init__(self, target: Reading, output: TargetOutput) -> None:
         self.target, self.output = target, output
 
     def __getattr__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ class _HasRead:
 
 @torch.no_grad()
 def tap_cost(
-    target: Target[Any],
+    target: Reading,
     draft: DraftModel,
     texts: Iterable[tuple[torch.Tensor, torch.Tensor]],
     sampling: Sampling,

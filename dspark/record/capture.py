@@ -20,7 +20,7 @@ from dspark.record.format import Manifest, group_by_tokens
 from dspark.record.leases import Leases
 from dspark.record.order import drawn_order
 from dspark.record.writer import ShardWriter
-from dspark.types import Target
+from dspark.types import Reading
 from dspark.verifier.plan import LOGIT_ROWS
 
 TOKENS_PER_CALL = 8192
@@ -83,7 +83,7 @@ def take_turns(
 
 @torch.no_grad()
 def capture(
-    target: Target[Any],
+    target: Reading,
     sequences: Sequence[Encoded],
     manifest: Manifest,
     shards: Iterable[int | None],
@@ -167,7 +167,7 @@ class _WritingThreads:
             writer.discard()
 
 
-def read_pack(target: Target[Any], sequences: Sequence[Encoded], is_float8: bool) -> Pack:
+def read_pack(target: Reading, sequences: Sequence[Encoded], is_float8: bool) -> Pack:
     """Have the target read sequences together; nothing waits for a GPU."""
     ids_N = torch.cat([sequence.ids_T for sequence in sequences])
     loss_mask_N = torch.cat([sequence.loss_mask_T for sequence in sequences])
@@ -186,7 +186,7 @@ def read_pack(target: Target[Any], sequences: Sequence[Encoded], is_float8: bool
     return Pack(sequences, here, here.pop("is_finite"), arrived)
 
 
-def judge(target: Target[Any], hidden_MD: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
+def judge(target: Reading, hidden_MD: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
     """label_logprobs_M, what the target's head gives the labels, and entropies_M; float32, where the states lie."""
     score = _fused_scores() if hidden_MD.is_cuda else _scores
     parts = (torch.split(rows, LOGIT_ROWS) for rows in (hidden_MD, labels_M))

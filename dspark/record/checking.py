@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from dspark.layers.float8 import from_float8, to_float8
 from dspark.record.capture import TOKENS_PER_CALL, judge
 from dspark.record.format import Manifest, group_by_tokens, shard_name
 from dspark.record.reader import RecordReader
-from dspark.types import Target
+from dspark.types import Reading
 
 STATES_TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.float64: 1e-6}
 """How far recorded states may lie from those of now, of their norm: another device or library rounds otherwise."""
@@ -41,7 +40,7 @@ class ShardCheck:
 
 @torch.no_grad()
 def check_shards(
-    reader: RecordReader, on_shard: Callable[[], None], target: Target[Any] | None, sequences: Sequence[Encoded]
+    reader: RecordReader, on_shard: Callable[[], None], target: Reading | None, sequences: Sequence[Encoded]
 ) -> Iterator[ShardCheck]:
     """Read every sequence, and with it verify its checksum. Where a target is given, hold against it the text and what
     it said of the first sequences of every shard, which it read together; ``sequences`` are in the record's order.
@@ -68,7 +67,7 @@ def _scores(fields: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return fields["label_logprobs_M"], fields["entropies_M"]
 
 
-def _derive(target: Target[Any], sequences: Sequence[Encoded], reader: RecordReader, index: int) -> float:
+def _derive(target: Reading, sequences: Sequence[Encoded], reader: RecordReader, index: int) -> float:
     """states_error of a shard's first sequences. Raises: RecordError for another text, or log-probabilities and
     entropies that the recorded states do not give.
     """

@@ -23,7 +23,7 @@ from dspark.record.reader import RecordReader
 from dspark.record.writer import ShardWriter, start_record
 from dspark.target.config import load_target_config
 from dspark.target.loading import load_target
-from dspark.types import Target
+from dspark.types import Reading
 from dspark.verifier import Shard, random_weights
 from dspark.verifier.plan import LOGIT_ROWS
 from dspark.verifier.reading import PackedReader
@@ -68,7 +68,7 @@ def record(
     report.say(f"read back, whole sequences at random: {num_bytes / reading / 1e9:.2f} GB/s")
 
 
-def open_target(run: RunConfig, device: str) -> Target[Any]:
+def open_target(run: RunConfig, device: str) -> Reading:
     """The run's target: on a GPU the verifier's reader with random weights, else the reference."""
     folder, dtype, layers = config_folder(run.target.path), getattr(torch, run.target.dtype), run.draft.target_layer_ids
     if device.startswith("cuda"):
@@ -76,7 +76,7 @@ def open_target(run: RunConfig, device: str) -> Target[Any]:
     return load_target(folder, target_layer_ids=layers, dtype=dtype, device=device)
 
 
-def describe(run: RunConfig, target: Target[Any], sequences: list[Encoded]) -> Manifest:
+def describe(run: RunConfig, target: Reading, sequences: list[Encoded]) -> Manifest:
     """The manifest of a record of them."""
     sizes = [len(each.ids_T) for each in sequences], [each.num_supervised for each in sequences]
     made: dict[str, Any] = run.record.model_dump(include={"taps", "shard_tokens"}) | run.target.model_dump()
@@ -86,7 +86,7 @@ def describe(run: RunConfig, target: Target[Any], sequences: list[Encoded]) -> M
     return Manifest(**made, shards=plan_shards(*sizes, run.record.shard_tokens))
 
 
-def read(target: Target[Any], sequences: list[Encoded], has_head: bool) -> None:
+def read(target: Reading, sequences: list[Encoded], has_head: bool) -> None:
     """The forward pass of every pack."""
     for group in group_by_tokens([len(each.ids_T) for each in sequences], TOKENS_PER_CALL):
         _, output = target.prefill([each.ids_T for each in sequences[group.start : group.stop]])
@@ -95,7 +95,7 @@ def read(target: Target[Any], sequences: list[Encoded], has_head: bool) -> None:
             target.logits(hidden_ND)
 
 
-def write(target: Target[Any], sequences: list[Encoded], manifest: Manifest, folder: Path) -> None:
+def write(target: Reading, sequences: list[Encoded], manifest: Manifest, folder: Path) -> None:
     """Record, to the last flush."""
     open_shard, shards = partial(ShardWriter, folder, manifest, Leases(folder)), range(len(manifest.shards))
     capture(target, sequences, manifest, shards, open_shard, lambda sequences, tokens: None)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.box import SIMPLE
@@ -32,7 +31,7 @@ from dspark.record.ring import Ring
 from dspark.record.writer import ShardWriter, missing_shards
 from dspark.target.config import LING_ARCHITECTURE
 from dspark.target.loading import load_target, target_facts
-from dspark.types import Target
+from dspark.types import Reading
 from dspark.verifier.ranks import Ranks
 from dspark.verifier.reading import PackedReader
 
@@ -91,7 +90,7 @@ def run_job(ranks: Ranks, job: Job) -> None:
     console.print(f"{done} {folder}")
 
 
-def lead(ranks: Ranks, target: Target[Any], turns: Iterator[int | None]) -> Iterator[int | None]:
+def lead(ranks: Ranks, target: Reading, turns: Iterator[int | None]) -> Iterator[int | None]:
     """The turns of the first rank, which ``follow`` hears of."""
     device = target.embedding_VD.device
     for turn in turns:
@@ -100,7 +99,7 @@ def lead(ranks: Ranks, target: Target[Any], turns: Iterator[int | None]) -> Iter
     ranks.gather(torch.tensor([END], device=device))
 
 
-def follow(ranks: Ranks, target: Target[Any]) -> Iterator[int | None]:
+def follow(ranks: Ranks, target: Reading) -> Iterator[int | None]:
     """The turns that the first rank takes."""
     nothing = torch.tensor([WAIT], device=target.embedding_VD.device)
     while (turn := int(ranks.gather(nothing)[0, 0])) != END:
@@ -136,7 +135,7 @@ def recording_progress(job: Job) -> Iterator[tuple[Callable[[], list[int] | None
         yield missing, show
 
 
-def find_faults(target: Target[Any] | None, sequences: Sequence[Encoded], job: Job, console: Console) -> list[int]:
+def find_faults(target: Reading | None, sequences: Sequence[Encoded], job: Job, console: Console) -> list[int]:
     """Print what every shard holds and what is wrong with it. Returns: those with a fault."""
     manifest, folder = job.manifest, job.run.record.folder
     reader = RecordReader(folder, is_whole=False)
@@ -156,7 +155,7 @@ def find_faults(target: Target[Any] | None, sequences: Sequence[Encoded], job: J
     return [found.index for found in faulty]
 
 
-def open_target(ranks: Ranks, job: Job) -> Target[Any]:
+def open_target(ranks: Ranks, job: Job) -> Reading:
     """The verifier's reader on a GPU, or for several ranks; else the reference. Raises: ConfigError."""
     is_ling = target_facts(job.target).architecture == LING_ARCHITECTURE
     layers, dtype = job.manifest.target_layer_ids, job.manifest.torch_dtype
@@ -172,7 +171,7 @@ def open_target(ranks: Ranks, job: Job) -> Target[Any]:
     return load_target(job.target, target_layer_ids=layers, dtype=dtype, device=job.device)
 
 
-def measure_float8(target: Target[Any], job: Job, sequences: Sequence[Encoded], folder: Path) -> str:
+def measure_float8(target: Reading, job: Job, sequences: Sequence[Encoded], folder: Path) -> str:
     """What the draft accepts less when its taps are rounded, in a line."""
     tables = (target.embedding_VD, target.head_VD)
     draft = read_draft(folder, tables, dtype=job.manifest.torch_dtype, device=job.device)

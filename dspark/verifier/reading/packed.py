@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 
@@ -18,7 +18,7 @@ from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
 
 
 class PackedReader:
-    """A ``Target`` for recording. Several sequences are one pass, and there is no cache to go on from.
+    """A ``Reading`` of the target, for recording. Several sequences are one pass, and there is no cache to go on from.
 
     With all its ``ranks`` it is the whole target on each of them, and every rank makes every call, with the same
     arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does.
@@ -66,14 +66,6 @@ class PackedReader:
         logits_RNV = self.ranks.gather(wide_product(hidden.reshape(-1, self.hidden_size), self.weights.head_VD))
         self._settle()
         return logits_RNV.transpose(0, 1).reshape(*hidden.shape[:-1], -1)
-
-    def verify(self, ids_BT: torch.Tensor, cache: None) -> NoReturn:
-        """There is nothing to go on from. Raises: NotImplementedError."""
-        raise NotImplementedError("a PackedReader keeps nothing of what it read; decode with a Verifier")
-
-    def commit(self, cache: None, counts_B: torch.Tensor) -> NoReturn:
-        """As ``verify``."""
-        self.verify(counts_B, cache)
 
     def _settle(self) -> None:
         if self.ranks.world_size > 1 and self.weights.device.type == "cuda":
