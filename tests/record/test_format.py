@@ -41,12 +41,12 @@ def test_the_size_of_a_record_is_known_beforehand(tmp_path: Path, taps: str) -> 
 FLASH = {"dtype": "bfloat16", "hidden_size": 2560, "target_layer_ids": (1, 11, 23, 29, 35)}
 
 
-@pytest.mark.parametrize(("taps", "prompt_kb", "supervised_kb"), [("target", 31, 31), ("float8", 15.6, 18)])
+@pytest.mark.parametrize(("taps", "prompt_kb", "supervised_kb"), [("target", 26, 31), ("float8", 12.9, 18)])
 def test_a_token_of_ling_flash_takes_no_more_than_published(taps: str, prompt_kb: float, supervised_kb: float) -> None:
     manifest = describe(make_sequences(), **FLASH, taps=taps)
     size = manifest.sequence_bytes
     for supervised, kilobytes in ((0, prompt_kb), (1000, supervised_kb)):
-        assert 0.8 * kilobytes < size(1000, supervised) / 1e6 <= kilobytes
+        assert 0.98 * kilobytes < size(1000, supervised) / 1e6 <= kilobytes
     # A shard of one sequence of that size adds its header and index.
     one = Manifest(**(manifest.model_dump() | {"shards": [(1, 1000, 900)]}))
     assert size(1000, 900) < one.num_bytes < size(1000, 900) + 1000
