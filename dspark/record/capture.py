@@ -94,8 +94,8 @@ def capture(
 
     What goes into a shard depends on nothing outside it: a run that was stopped and started again, or another machine,
     writes the same bytes. Threads write, at most ``PACKS_WAITING`` calls behind the target, and another one waits for
-    the disk when a shard is whole. ``open_shard`` is None on ranks that only help to compute. ``on_sequences`` is told
-    how many sequences and tokens were read.
+    the disk. ``open_shard`` is None on ranks that only help to compute. ``on_sequences`` is told how many sequences and
+    tokens were read.
     Raises: RecordError naming the first sequence of a pack with states not finite, or when the disk refuses.
     """
     threads = _WritingThreads()
@@ -129,7 +129,7 @@ def capture(
 
 
 class _WritingThreads:
-    """They bring packs to the disk, and another one waits for it when a shard is whole."""
+    """They bring packs to the disk, and another one waits for it, pack by pack: a shard that is whole is there soon."""
 
     def __init__(self) -> None:
         self.pool, self.finisher = ThreadPoolExecutor(WRITERS), ThreadPoolExecutor(1)
@@ -138,8 +138,9 @@ class _WritingThreads:
         """Of the shards that have no name yet."""
 
     def write(self, writer: ShardWriter, rows: range, pack: Pack) -> None:
-        self.pending.append([self.pool.submit(_write, writer, row, pack, rows.start) for row in rows])
-        self.writes[writer] += self.pending[-1]
+        writes = [self.pool.submit(_write, writer, row, pack, rows.start) for row in rows]
+        self.pending.append(writes)
+        self.writes[writer] += [*writes, self.finisher.submit(_flush, writer, writes)]
         writer.leases.touch(writer.index)
         self.keep_up(PACKS_WAITING, SHARDS_AT_ONCE)
 
@@ -238,3 +239,10 @@ def _write(writer: ShardWriter, row: int, pack: Pack, first_row: int) -> None:
         raise RecordError(f"{pack.sequences[0].place}: {fault}")
     place = row - first_row
     writer.add(row, {name: parts[place] for name, parts in pack.parts.items()})
+
+
+def _flush(writer: ShardWriter, writes: Sequence[Future[None]]) -> None:
+    """To the disk, once they are done; a refusal is told here alone, the flush behind the shard would not repeat it."""
+    for write in writes:
+        write.result()
+    writer.flush()

@@ -51,6 +51,13 @@ class ShardWriter:
         self._write(parts, self._begins[row])
         self._checksums_S[row] = checksum.intdigest()
 
+    def flush(self) -> None:
+        """Wait until the disk holds what was added."""
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise self._refused(error) from error
+
     def finish(self) -> None:
         """Write header and index, flush, and put the file in its place."""
         index = self._checksums_S.tobytes() + np.array(self.sizes, np.int32).T.tobytes()

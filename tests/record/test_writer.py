@@ -129,21 +129,24 @@ def test_a_full_disk_is_foreseen_before_anything_is_written(tmp_path: Path, monk
     start_record(tmp_path / "record", describe(make_sequences()), capacity_shards=1)
 
 
+@pytest.mark.parametrize("where", ["pwritev", "fdatasync"])
 def test_a_disk_that_fails_keeps_what_is_complete(
-    tmp_path: Path, record: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, record: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    folder, write = tmp_path / "failing", ShardWriter._write
+    """Also where it says so once, at a flush before the last."""
+    folder, works, failures = tmp_path / "failing", getattr(os, where), iter([OSError(28, "No space left on device")])
 
-    def fails(self: ShardWriter, parts: list[memoryview], begin: int) -> None:
-        write(self, parts, begin)
-        if self.index == 2:
-            raise self._refused(OSError(28, "No space left on device"))
+    def fails(file: int, *rest: Any) -> Any:
+        if "shard-00002" in os.readlink(f"/proc/self/fd/{file}"):
+            for failure in failures:
+                raise failure
+        return works(file, *rest)
 
-    monkeypatch.setattr(ShardWriter, "_write", fails)
+    monkeypatch.setattr(os, where, fails)
     with pytest.raises(RecordError, match=r"shard-00002.*No space left on device.*shards that are complete stay"):
         record_everything(folder)
     whole = {f"shard-{number:05d}.safetensors" for number in (0, 1, 3)}
     assert set(contents(folder)) <= {MANIFEST_FILE, *whole}
-    monkeypatch.setattr(ShardWriter, "_write", write)
+    monkeypatch.setattr(os, where, works)
     assert record_everything(folder) >= 2
     assert contents(folder) == contents(record)

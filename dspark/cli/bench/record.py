@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -52,12 +53,10 @@ def record(
     sequences = [Encoded(ids_T, loss_mask_T, "random") for ids_T in draws]
     manifest = describe(run, target, sequences)
     with TemporaryDirectory(dir=folder) as place:
-        folders = [Path(place) / str(number) for number in range(4)]
-        for each in folders:
-            start_record(each, manifest)
-        bare, whole = ([timed(read, target, sequences, has_head) for _ in folders][1:] for has_head in (False, True))
-        recording = [timed(write, target, sequences, manifest, each) for each in folders][1:]
-        reading = min(timed(read_back, folders[-1]) for _ in range(3))
+        made = Path(place) / "record"
+        bare, whole = ([timed(read, target, sequences, has_head) for _ in range(4)][1:] for has_head in (False, True))
+        recording = [timed(write, target, sequences, manifest, anew(made, manifest)) for _ in range(4)][1:]
+        reading = min(timed(read_back, made) for _ in range(3))
     num_tokens, num_bytes = manifest.num_tokens, manifest.num_bytes
     report = Report(json, target=run.target.path, taps=run.record.taps, tokens=num_tokens, bytes=num_bytes)
     report |= {"bare_seconds": bare, "whole_seconds": whole, "seconds": recording, "reading_seconds": reading}
@@ -93,6 +92,13 @@ def read(target: Reading, sequences: list[Encoded], has_head: bool) -> None:
         predicted = sum(sequences[row].num_supervised for row in group)
         for hidden_ND in torch.split(output.last_hidden_ND[:predicted], LOGIT_ROWS) if has_head else ():
             target.logits(hidden_ND)
+
+
+def anew(folder: Path, manifest: Manifest) -> Path:
+    """The folder, with nothing recorded in it."""
+    rmtree(folder, ignore_errors=True)
+    start_record(folder, manifest)
+    return folder
 
 
 def write(target: Reading, sequences: list[Encoded], manifest: Manifest, folder: Path) -> None:
