@@ -14,7 +14,7 @@ from recorded import contents, describe, make_sequences, record_everything
 from dspark.errors import RecordError
 from dspark.record import writer
 from dspark.record.format import MANIFEST_FILE, read_manifest
-from dspark.record.writer import ShardWriter, missing_shards, start_record
+from dspark.record.writer import missing_shards, start_record
 
 CHILD = """
 import sys, time
