@@ -62,16 +62,17 @@ def prepare(
     sources, path, counts = prompt_sources(run, leave_out_unusable), run.record.folder / RESPONSES_FILE, Counter[str]()
     raw = stream_rows(sources, run.data.split, run.data.max_conversations)
     encoded = encode_each(raw, partial(encode, run, chats, as_given), counts, is_leaving_out=leave_out_unusable)
-    if show:
-        shown: Iterable[Prompt] = rows_of(path, Row) if path.is_file() else chain.from_iterable(encoded)
-        for row in islice(shown, show):
-            console.print(describe_row(tokenizer, row))
-        return
     origin, is_served = describe_origin(run, folder, tokenizer), bool(run.data.endpoints) and not as_given
     said = [run.data.model_dump(mode="json", exclude=HOW_ASKED), run.record.max_tokens, as_given, leave_out_unusable]
     said += [file_sha256(Path(source)) if Path(source).is_file() else source for source in sources]
     said += [origin["tokenizer_fingerprint"], origin["template_fingerprint"], stops]
     asked_from = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    if show:
+        is_done = known_header(path, asked_from) and path.is_file()
+        shown: Iterable[Prompt] = rows_of(path, Row) if is_done else chain.from_iterable(encoded)
+        for row in islice(shown, show):
+            console.print(describe_row(tokenizer, row))
+        return
     with claim(run.record.folder):
         model, known = Row if as_given else Prompt, known_header(path, asked_from)
         is_done, before = known and path.is_file(), known.prompts_sha256 if known else None

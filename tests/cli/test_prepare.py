@@ -264,6 +264,8 @@ def test_the_first_conversations_are_shown_before_and_after_and_nothing_is_asked
     assert after.exit_code == 0, after.output
     assert f"rows.jsonl:1, thinking off, temperature 1: {row['finish_reason']}\n" in after.output
     shown = door.describe_row(load_tokenizer(tmp_path / "target"), Row.model_validate(row))
+    colder = CliRunner().invoke(app, [*command, "--set", "data.temperatures=[0.5]"])
+    assert "temperature 0.5: not answered yet\n" in colder.output  # and not what another setting's answer was
     green = [shown.plain[span.start : span.end] for span in shown.spans if span.style == "bold green"]
     assert green == [strip_control_codes(load_tokenizer(tmp_path / "target").decode(row["response_ids"]))]
 
