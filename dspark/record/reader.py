@@ -151,7 +151,8 @@ class RecordReader:
         return ShardIndex(number, file, begins_S, num_tokens_S, num_supervised_S, checksums_S)
 
     def _damaged(self, number: int, found: str) -> RecordError:
-        return RecordError(f"{self.folder / shard_name(number)}: {found}; dspark record --repair records it anew")
+        hint = "delete it, and a recorder writes it anew" if self._wait else "dspark record --repair records it anew"
+        return RecordError(f"{self.folder / shard_name(number)}: {found}; {hint}")
 
 
 def is_there(folder: Path, manifest: Manifest, number: int) -> bool:
