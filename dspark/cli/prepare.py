@@ -68,9 +68,8 @@ def prepare(
     said += [origin["tokenizer_fingerprint"], origin["template_fingerprint"], stops]
     asked_from = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     if show:
-        is_done = known_header(path, asked_from) and path.is_file()
-        shown: Iterable[Prompt] = rows_of(path, Row) if is_done else chain.from_iterable(encoded)
-        for row in islice(shown, show):
+        is_answered = path.is_file() and known_header(path, asked_from)
+        for row in islice(rows_of(path, Row) if is_answered else chain.from_iterable(encoded), show):
             console.print(describe_row(tokenizer, row))
         return
     with claim(run.record.folder):
