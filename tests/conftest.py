@@ -38,6 +38,14 @@ def _fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def ranks_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on CPUs are forks that need not load the packages again."""
+    from rank_server import ranks_from_a_server
+
+    ranks_from_a_server(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def ling_golden() -> dict[str, Any]:
     """Numbers of the Ling-3.0 blocks, float64, from a plain numpy reference (see its ``_readme``)."""

@@ -62,13 +62,13 @@ def greedy(verifier: Verifier, prompt_T: torch.Tensor, num_tokens: int) -> dict[
 
 
 def write_everything(
-    ranks: Ranks, folder: Path, dtypes: list[torch.dtype], device: str, num_greedy: int, target: Path = NANO_FOLDER
+    ranks: Ranks, folder: Path, device: str, num_greedy: dict[torch.dtype, int], target: Path = NANO_FOLDER
 ) -> None:
-    """A rank's ``everything``, of the target in every dtype, into its file."""
+    """A rank's ``everything``, of the target in every dtype with so many greedy tokens, into its file."""
     torch.set_num_threads(1)
-    for dtype in dtypes:
+    for dtype, num_tokens in num_greedy.items():
         verifier = Verifier.load(target, CAPACITY_TOKENS + 64, LAYERS, dtype, device, ranks)
-        save_file(everything(verifier, num_greedy), folder / f"{dtype} {ranks.rank}.safetensors")
+        save_file(everything(verifier, num_tokens), folder / f"{dtype} {ranks.rank}.safetensors")
 
 
 def read_everything(folder: Path, dtype: torch.dtype, world_size: int) -> list[dict[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ ROWS = [{"prompt": f"Add {number} and {number % 7}, then say why it is {number %
 def write_run(place: Path) -> Path:
     config = write_prompts_run(place, *ROWS)
     fields = yaml.safe_load(config.read_text())
-    fields["data"] |= {"max_response_tokens": 24, "generation_batch_size": 4, "temperatures": [1.0, 0.0]}
+    fields["data"] |= {"max_response_tokens": 12, "generation_batch_size": 4, "temperatures": [1.0, 0.0]}
     fields["record"] |= {"shard_tokens": 200, "max_tokens": 160}
     config.write_text(yaml.safe_dump(fields))
     return config

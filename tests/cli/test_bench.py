@@ -149,6 +149,7 @@ def test_every_stage_of_a_step_is_written(
             assert {"Draft all-reduce and norm", "Draft head"} & {stage["name"] for stage in cycle["stages"]}
 
 
+@pytest.mark.usefixtures("ranks_of_a_server")
 def test_ranks_write_one_report_with_their_communication(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, torch.arange(8).view(2, 1, 4).repeat(8, 7, 1))  # 0 to 3 and 4 to 7 in turn
     start(partial(measure_on_cpus, path=tmp_path / "out.json", routing=trace), 2, "cpu", 120.0)

@@ -42,6 +42,7 @@ def keep_plain_texts(alone: Path, two: Path) -> bytes:
     return (two / "texts.jsonl").read_bytes()
 
 
+@pytest.mark.usefixtures("ranks_of_a_server")
 def test_one_rank_and_two_decode_as_the_reference_path_does(
     place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

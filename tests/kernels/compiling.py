@@ -1,5 +1,6 @@
 """Compiles kernels for sm_90 as a launch does, without a GPU, in a process where Triton's interpreter is off."""
 
+import functools
 import importlib
 import json
 import os
@@ -7,9 +8,12 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,12 +34,27 @@ def compile_sm90(module: str, kernels: list[dict[str, Any]]) -> list[Compiled]:
     As a launch finds them, pointers are aligned to 16 bytes and strides multiples of 16. A constexpr that is a Triton
     dtype is written "tl.bfloat16".
     """
+    server = _server()
+    assert server.stdin
+    assert server.stdout
+    server.stdin.write(json.dumps([module, kernels]) + "\n")
+    server.stdin.flush()
+    rows = json.loads(server.stdout.readline() or '"the compiler has ended"')
+    if isinstance(rows, str):
+        server.kill()
+        server.wait()
+        _server.cache_clear()
+        pytest.fail(rows)
+    return [Compiled(**row) for row in rows]
+
+
+@functools.cache
+def _server() -> "subprocess.Popen[str]":
+    """Loads the packages once; it ends with this process, whose pipe then closes."""
     search = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": search}
-    command = [sys.executable, __file__, module]
-    done = subprocess.run(command, input=json.dumps(kernels), env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return [Compiled(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+    command, pipe = [sys.executable, __file__], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
 
 
 def _assemble(ptx: str, folder: str) -> tuple[int, int]:
@@ -53,15 +72,26 @@ def _assemble(ptx: str, folder: str) -> tuple[int, int]:
     return int(registers.group(1)), sum(map(int, spills))
 
 
-def _main() -> None:
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed
+    for line in sys.stdin:
+        try:
+            answer: Any = _compile(*json.loads(line))
+        except Exception:
+            answer = traceback.format_exc()
+        answers.write(json.dumps(answer) + "\n")
+
+
+def _compile(name: str, kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    module = importlib.import_module(sys.argv[1])
+    module = importlib.import_module(name)
     rows = []
-    for kernel in json.loads(sys.stdin.read()):
+    for kernel in kernels:
         constexprs = {
             name: getattr(tl, value[3:]) if isinstance(value, str) and value.startswith("tl.") else value
             for name, value in kernel["constexprs"].items()
@@ -85,8 +115,8 @@ def _main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             registers, spill_bytes = _assemble(ptx, folder)
         rows.append({"registers": registers, "spill_bytes": spill_bytes, "shared_bytes": shared_bytes, "ptx": ptx})
-    print(json.dumps(rows))
+    return rows
 
 
 if __name__ == "__main__":
-    _main()
+    _serve()

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from dspark.kernels.chunks import Chunks
 
@@ -29,6 +28,8 @@ def attend_packed(
     scale: float,
 ) -> Tensor:  # fmt: skip
     """Sequence by sequence, the last query on all keys; output and gate are each rounded before their product."""
+    from torch.nn.attention.bias import causal_lower_right  # it loads torch._dynamo, a third of a command's start
+
     past, lengths, heads = len(k_JHE) - len(q_NHE), list(chunks.lengths), k_JHE.shape[1]
     seen = [past + lengths[0], *lengths[1:]]
     q = torch.cat((q_NHE, turned_NHR), -1).split(lengths)

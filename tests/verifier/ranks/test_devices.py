@@ -50,7 +50,8 @@ def test_a_hundred_thousand_delayed_sums_are_bit_equal(is_chained: bool) -> None
 @pytest.mark.parametrize("target", ["nano", "middling"])
 def test_two_gpus_say_what_one_says(tmp_path: Path, target: str) -> None:
     place = NANO_FOLDER if target == "nano" else write_tiny_ling(tmp_path / "target", **MIDDLING)
-    work = partial(ranking.write_everything, folder=tmp_path, dtypes=DTYPES, device="cuda", num_greedy=256)
+    num_greedy = dict.fromkeys(DTYPES, 256)
+    work = partial(ranking.write_everything, folder=tmp_path, device="cuda", num_greedy=num_greedy)
     start(partial(work, target=place), 2, "cuda", 60.0)
     exact, rounded = (Verifier.load(place, CAPACITY_TOKENS + 64, ranking.LAYERS, dtype, "cuda:0") for dtype in DTYPES)
     alone = ranking.everything(exact, 256)

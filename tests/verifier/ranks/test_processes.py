@@ -20,7 +20,9 @@ from dspark.verifier import Shard, Verifier, load_weights
 from dspark.verifier.ranks import Processes, Ranks, start
 from dspark.verifier.ranks.devices import Devices
 
+pytestmark = pytest.mark.usefixtures("ranks_of_a_server")
 DTYPES = [torch.float32, torch.bfloat16]
+NUM_GREEDY = {torch.float32: 256, torch.bfloat16: 64}
 PATIENT_SECONDS, LIMIT_SECONDS = 120.0, 4.0
 
 
@@ -29,17 +31,17 @@ def alone() -> dict[torch.dtype, dict[str, torch.Tensor]]:
     found = {}
     for dtype in DTYPES:
         verifier = Verifier.load(NANO_FOLDER, CAPACITY_TOKENS + 64, ranking.LAYERS, dtype, "cpu")
-        found[dtype] = ranking.everything(verifier, 256)
+        found[dtype] = ranking.everything(verifier, NUM_GREEDY[dtype])
     return found
 
 
-def run(folder: Path, world_size: int, dtypes: list[torch.dtype], num_greedy: int) -> None:
-    work = partial(ranking.write_everything, folder=folder, dtypes=dtypes, device="cpu", num_greedy=num_greedy)
+def run(folder: Path, world_size: int, num_greedy: dict[torch.dtype, int]) -> None:
+    work = partial(ranking.write_everything, folder=folder, device="cpu", num_greedy=num_greedy)
     start(work, world_size, "cpu", PATIENT_SECONDS)
 
 
 def test_two_ranks_say_what_one_says(tmp_path: Path, alone: dict[torch.dtype, dict[str, torch.Tensor]]) -> None:
-    run(tmp_path, 2, DTYPES, 256)
+    run(tmp_path, 2, NUM_GREEDY)
     for dtype in DTYPES:
         ranks = ranking.read_everything(tmp_path, dtype, 2)
         ranking.assert_alike(ranks)
@@ -49,7 +51,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, alone: dict[torch.dtype, di
 
 
 def test_four_ranks_say_what_one_says(tmp_path: Path, alone: dict[torch.dtype, dict[str, torch.Tensor]]) -> None:
-    run(tmp_path, 4, [torch.float32], 16)
+    run(tmp_path, 4, {torch.float32: 16})
     ranks = ranking.read_everything(tmp_path, torch.float32, 4)
     ranking.assert_alike(ranks)
     ranking.assert_near(ranks[0], alone[torch.float32], 1e-5)

@@ -14,6 +14,7 @@ from dspark.verifier import Verifier
 from dspark.verifier.ranks import start
 
 
+@pytest.mark.usefixtures("ranks_of_a_server")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 def test_two_processes_over_shared_memory_say_what_one_says(tmp_path: Path) -> None:
     start(partial(file_ranking.speak_over_files, folder=tmp_path), 2, "cpu", 120.0)
