@@ -58,8 +58,8 @@ def test_a_recorder_keeps_calls_by_stage_in_order() -> None:
     assert recorder("a", max, 1, 2) == 2
     assert recorder("b", sorted, [2, 1], reverse=True) == [2, 1]
     assert recorder("a", max, 3, 4) == 4
-    assert [call() for call in recorder.stages["a"]] == [2, 4]
-    assert list(recorder.stages) == ["a", "b"]
+    assert [call() for call in recorder["a"]] == [2, 4]
+    assert list(recorder) == ["a", "b"]
 
 
 def test_rewinding_sets_the_length_on_both_sides(verifier: Verifier) -> None:
