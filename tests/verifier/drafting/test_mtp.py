@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from published import FLASH, TINY
+from speculating import cycle_text
 from tiny import write_tiny_ling
 from tokenizers import Tokenizer
 from toy import chi_square_p_value
@@ -218,7 +219,7 @@ def test_greedy_text_is_that_of_plain_decoding(num_drafts: int, folder: Path, ke
     whole = Cycle(drafter.verifier, drafter)
     for length in (1, 16, 37):
         prompt_T = random_ids(VOCAB, length, length)
-        assert list(whole.generate(prompt_T, 24)) == plain_text(drafter.verifier, prompt_T, 24)
+        assert cycle_text(whole, prompt_T, 24) == plain_text(drafter.verifier, prompt_T, 24)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="follows every cycle from the host")
@@ -297,7 +298,7 @@ def test_sampled_text_has_the_law_of_the_target(
     whole = Cycle(drafter.verifier, drafter, temperature, torch.Generator().manual_seed(5))
     prompt_T, counts_N = torch.tensor([2, 0, 1]), torch.zeros(64, dtype=torch.int64)
     for _ in range(200 if temperature else 20):
-        first, second, third = whole.generate(prompt_T, 3)
+        first, second, third = cycle_text(whole, prompt_T, 3)
         counts_N[first * 16 + second * 4 + third] += 1
     p_value = chi_square_p_value(counts_N, torch.tensor(list(law(drafter.verifier, prompt_T, 0.8))))
     assert p_value > 1e-3 if temperature else p_value < 1e-4
