@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -53,7 +53,7 @@ class PackedReader:
         return self.ranks.gather(self.weights.head_VD).flatten(0, 1)
 
     @torch.no_grad()
-    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[None, TargetOutput]:
+    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[Any, TargetOutput]:
         """``read_packed``, without a cache. Raises: as that; RankError for a lost rank."""
         self.ranks.begin_step()
         output = read_packed(self.weights, ids, self.target_layer_ids, ranks=self.ranks)

@@ -1,13 +1,12 @@
 """The stages of a recorded step: their calls, and the bytes that their times are compared with."""
 
-from collections.abc import Iterator
-
 import torch
 
 from dspark.kernels import block_attention, kda, markov, mla, moe, residual
 from dspark.verifier.calls import Call, Recorder
 from dspark.verifier.engine import Verifier
 from dspark.verifier.step import OutputT, Resident
+from dspark.verifier.weights import tensors_of
 
 
 @torch.no_grad()
@@ -73,12 +72,4 @@ def call_bytes(call: Call, context_tokens: int) -> int:
         base_V, _, _, w2_VR = args[:4]
         return int(base_V.nbytes + w2_VR.nbytes)
     written = args[3].nbytes if call.func is kda.commit else 0
-    return sum(tensor.nbytes for tensor in _tensors(args) if tensor.dtype != torch.int32) + written
-
-
-def _tensors(values: object) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
+    return sum(tensor.nbytes for tensor in tensors_of(args) if tensor.dtype != torch.int32) + written
