@@ -17,6 +17,7 @@ from verifier.drafting.test_cycle import HostReads, flat, law
 from verifier.test_kernels import KERNELS
 from verifying import Pair, random_ids
 
+from data.nano.learning import mtp_hidden
 from dspark.decode.sampling import Sampling, token_probs
 from dspark.errors import ConfigError, DraftMismatchError
 from dspark.target.config import load_target_config, parse_target_config
@@ -82,7 +83,7 @@ class Text:
         """Drafts by whole passes over text and drafts, and their logits; given ids take the place of the best."""
         hidden, next_ids, logits = self.hidden, self.next_ids, []
         for slot in range(num_drafts):
-            last_D = target.mtp_hidden(next_ids, hidden, [len(next_ids)])[0][-1]
+            last_D = mtp_hidden(target, next_ids, hidden, [len(next_ids)])[-1]
             logits.append(target.logits(last_D))
             new_id = int(logits[-1].argmax()) if ids is None else ids[slot]
             hidden, next_ids = torch.cat((hidden, last_D[None])), torch.cat((next_ids, torch.tensor([new_id])))
