@@ -191,7 +191,7 @@ def test_flash_rows_compile_for_sm90_without_spills_and_wait_before_they_write()
         {
             "name": "exchange_kernel",
             "signature": signature | {"slots": pointer},
-            "constexprs": sizes | {"PARTS": 9, "HAS_WEIGHTS": True, "EMPTY_BITS": kernel.EMPTY[dtype]},
+            "constexprs": sizes | {"PARTS": 9, "EMPTY_BITS": kernel.EMPTY[dtype]},
             "num_warps": 16,
             "maxnreg": 128,
         }
