@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
@@ -23,10 +23,8 @@ from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
 from dspark.verifier.window import Window, read_window
 
 
-class VerifierCache(NamedTuple):
-    """The sequence that a verifier holds since its ``number``-th prefill; a later prefill takes its place."""
-
-    number: int
+class VerifierCache:
+    """The sequence that a verifier holds since the prefill that gave this; a later prefill takes its place."""
 
 
 class Verifier(PackedReader):
@@ -56,7 +54,7 @@ class Verifier(PackedReader):
         """By window length: the constant dispatch of a dense MLP."""
         self.forced: dict[int, Sequence[router.Dispatch]] = {}
         """By window length: what the mixture layers' experts get, one a layer, in passes captured from then on."""
-        self._number = 0
+        self._cache = VerifierCache()
         self._staged: Window | None = None
 
     @classmethod
@@ -94,10 +92,9 @@ class Verifier(PackedReader):
             raise ConfigError(f"a prompt is a row of at least one token id, found shape {list(ids[0].shape)}")
         check_ids(ids[0], self.vocab_size)
         self._check_capacity(0, len(ids[0]))
-        self._number += 1
         self.buffers.clear()
         self._staged, self.most_tokens = None, 0
-        cache = VerifierCache(self._number)
+        self._cache = cache = VerifierCache()
         if len(ids[0]) <= MAX_TOKENS:
             output = self.verify(ids[0][None], cache)
             self.commit(cache, torch.tensor([len(ids[0])]))
@@ -184,7 +181,7 @@ class Verifier(PackedReader):
 
     def check_held(self, cache: VerifierCache) -> None:
         """Raises: ValueError unless this is the sequence of the last prefill."""
-        if cache.number != self._number:
+        if cache is not self._cache:
             raise ValueError("this sequence was replaced: the verifier holds only that of its last prefill")
 
 

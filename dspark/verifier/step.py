@@ -62,13 +62,9 @@ class Resident(ABC, Generic[OutputT]):
 
 
 class Step(Resident[StepOutput]):
-    """Greedy verification of windows of T tokens. Before a step ``ids_T`` holds the last committed choice, then T-1
-    drafted tokens; after it ids_T[0] is the next choice.
+    """Greedy verification of windows of T tokens. Before a step the verifier's ``ids_T`` holds the last committed
+    choice, then T-1 drafted tokens; after it ids_T[0] is the next choice.
     """
-
-    @property
-    def ids_T(self) -> torch.Tensor:
-        return self.verifier.ids_T[: self.num_tokens]
 
     @torch.no_grad()
     def take(self, call: Caller = call) -> StepOutput:

@@ -60,7 +60,7 @@ class Cycle(Resident[CycleOutput]):
             raise ConfigError("several ranks draw the same tokens only from generators of one seed: give them such")
         if drafter.verifier is not verifier:
             raise DraftMismatchError("this drafter was made for another verifier; make one for this")
-        self.drafter, self._sampler, self._cache = drafter, None, VerifierCache(-1)
+        self.drafter, self._sampler, self._cache = drafter, None, VerifierCache()
         device, wide = verifier.weights.device, torch.promote_types(verifier.weights.dtype, torch.float32)
         if temperature >= GREEDY_TEMPERATURE:
             self._sampler = Sampler(torch.full((1,), 1 / temperature, dtype=wide, device=device), generator)

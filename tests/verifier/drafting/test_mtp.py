@@ -207,8 +207,8 @@ def test_the_shipped_nano_s_layer_is_often_right(kernel_device: torch.device) ->
 def plain_text(verifier: Verifier, prompt_T: torch.Tensor, num_tokens: int) -> list[int]:
     _, output = verifier.prefill([prompt_T])
     step = Step(verifier, 1)
-    step.ids_T.copy_(verifier.logits(output.last_hidden_ND[-1:]).argmax(-1))
-    ids = [int(step.ids_T)]
+    step.verifier.ids_T[: step.num_tokens].copy_(verifier.logits(output.last_hidden_ND[-1:]).argmax(-1))
+    ids = [int(step.verifier.ids_T[: step.num_tokens])]
     while len(ids) < num_tokens:
         ids.append(int(step().next_id_1))
     return ids
