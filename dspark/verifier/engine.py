@@ -11,7 +11,7 @@ from dspark.kernels import MAX_TOKENS, kda, projection, router
 from dspark.target.config import load_target_config
 from dspark.target.loading import check_ids
 from dspark.types import TargetOutput
-from dspark.verifier.blocks import Chain
+from dspark.verifier.blocks import Chain, Window, read_window
 from dspark.verifier.buffers import allocate_buffers
 from dspark.verifier.calls import Caller, call
 from dspark.verifier.capture import Captured
@@ -20,7 +20,6 @@ from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.reading import PackedReader, read_packed
 from dspark.verifier.sharding import load_weights
 from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
-from dspark.verifier.window import Window, read_window
 
 
 class VerifierCache:

@@ -6,11 +6,11 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from dspark.kernels import head
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import Caller, call, named
 from dspark.verifier.capture import Captured
 from dspark.verifier.engine import Verifier
 from dspark.verifier.ranks import Ranks
-from dspark.verifier.window import Window
 
 OutputT = TypeVar("OutputT")
 Choice = tuple[torch.Tensor, torch.Tensor]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import Caller, call
 from dspark.verifier.drafting.acceptance import accept
 from dspark.verifier.drafting.drafter import Drafter, Drafts, Sampler
 from dspark.verifier.engine import Verifier, VerifierCache
 from dspark.verifier.step import Choice, Resident, choose_greedily
-from dspark.verifier.window import Window
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy, as in ``dspark.decode``."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from dspark.types import TargetOutput
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import Caller
 from dspark.verifier.engine import Verifier
 from dspark.verifier.step import Choice, accept_best
-from dspark.verifier.window import Window
 
 
 class Sampler(NamedTuple):

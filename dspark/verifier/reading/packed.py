@@ -11,8 +11,7 @@ from dspark.target.config import load_target_config
 from dspark.types import TargetOutput
 from dspark.verifier.plan import check_device, check_parts, free_bytes, make_reading_plan
 from dspark.verifier.ranks import ALONE, Ranks
-from dspark.verifier.reading.blocks import wide_product
-from dspark.verifier.reading.passes import read_packed
+from dspark.verifier.reading.passes import read_packed, wide_product
 from dspark.verifier.sharding import load_weights
 from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
 

@@ -25,11 +25,11 @@ from dspark.target.loading import NANO_FOLDER, load_target
 from dspark.target.model import LingModel, tensor_shapes
 from dspark.types import TargetOutput
 from dspark.verifier import MtpWeights, Shard, Step, Verifier, load_mtp, load_weights, make_plan, random_mtp
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import call
 from dspark.verifier.drafting import Cycle, Drafts, MtpDrafter, Sampler, mtp
 from dspark.verifier.timing import call_bytes, record_step
 from dspark.verifier.weights import allocate_mtp, num_bytes, tensors_of
-from dspark.verifier.window import Window
 
 VOCAB = 320
 COUNTS = (16, 11, 1, 6, 3, 1, 2, 5)
