@@ -35,7 +35,7 @@ def say_a_little(verifier: Verifier) -> dict[str, torch.Tensor]:
     _, output = verifier.prefill([prompt_T])
     logits_NV = verifier.logits(output.last_hidden_ND)
     step = Step(verifier, 3)
-    step.ids_T.copy_(logits_NV[-1].argmax().expand(3))
+    step.verifier.ids_T[: step.num_tokens].copy_(logits_NV[-1].argmax().expand(3))
     found = {"prompt": output.last_hidden_ND, "taps": output.taps_NLD, "logits": logits_NV}
     taken = step()
     found |= {"count": taken.count_1, "next": taken.next_id_1, "hidden": taken.hidden_TD}

@@ -52,8 +52,8 @@ def greedy(verifier: Verifier, prompt_T: torch.Tensor, num_tokens: int) -> dict[
     _, output = verifier.prefill([prompt_T])
     hidden = [output.last_hidden_ND[-1]]
     step = Step(verifier, 1)
-    step.ids_T.copy_(verifier.logits(hidden[0][None]).argmax(-1))
-    ids = [int(step.ids_T)]
+    step.verifier.ids_T[: step.num_tokens].copy_(verifier.logits(hidden[0][None]).argmax(-1))
+    ids = [int(step.verifier.ids_T[: step.num_tokens])]
     while len(ids) < num_tokens:
         taken = step()
         hidden.append(taken.hidden_TD[0].clone())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 
@@ -11,6 +12,7 @@ from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, Uniforms
 from dspark.decode.speaking import Spoken, Stopwatch
 from dspark.types import CacheT, Target
+from dspark.verifier.drafting import Cycle
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,8 @@ def speculate(
     """Speculative decoding of one prompt."""
     (text,) = gather(DraftSpeaker(target, draft)([prompt_ids_T], sampling, [uniforms], Stopwatch()), 1)
     return text
+
+
+def cycle_text(whole: Cycle, prompt_ids_T: torch.Tensor, num_new: int) -> list[int]:
+    """The first ``num_new`` ids of a cycle's rounds behind a prompt."""
+    return list(islice(chain.from_iterable(whole.rounds(prompt_ids_T)), num_new))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
+from learning import checkpoint_tensors, chosen_experts, initialise, mtp_hidden
 from muon import Muon
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -56,16 +57,16 @@ def shifted(rows_BT: torch.Tensor, by: int) -> torch.Tensor:
 def losses_of(model: LingModel, rows_BT: torch.Tensor) -> Losses:
     """Cross entropy of the next token, and of the one after it through the prediction layer."""
     lengths = [rows_BT.shape[1]] * rows_BT.shape[0]
-    output = model(rows_BT.flatten(), lengths)
-    labels_BT = shifted(rows_BT, 1)
+    with chosen_experts(model) as expert_ids:
+        output = model(rows_BT.flatten(), lengths)
+        labels_BT = shifted(rows_BT, 1)
+        mtp_hidden_ND = mtp_hidden(model, labels_BT.clamp(min=END).flatten(), output.last_hidden_ND, lengths)
     logits_NV = model.logits(output.last_hidden_ND)
     nats_N = functional.cross_entropy(logits_NV, labels_BT.flatten(), ignore_index=IGNORED, reduction="none")
-    next_ids_N = labels_BT.clamp(min=END).flatten()
-    mtp_hidden_ND, mtp_ids_NK = model.mtp_hidden(next_ids_N, output.last_hidden_ND, lengths)
     mtp = functional.cross_entropy(model.logits(mtp_hidden_ND), shifted(rows_BT, 2).flatten(), ignore_index=IGNORED)
     count = (labels_BT != IGNORED).sum()
     hits = (logits_NV.detach().argmax(-1) == labels_BT.flatten()).sum() / count
-    return Losses(nats_N.sum() / count, mtp, nats_N.view_as(rows_BT).sum(1), hits, (*output.expert_ids, mtp_ids_NK))
+    return Losses(nats_N.sum() / count, mtp, nats_N.view_as(rows_BT).sum(1), hits, tuple(expert_ids))
 
 
 class Training:
@@ -74,7 +75,7 @@ class Training:
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = torch.device(args.device)
         self.model = LingModel(load_target_config(args.folder), device=self.device)
-        self.model.initialise(torch.Generator(self.device).manual_seed(args.seed))
+        initialise(self.model, torch.Generator(self.device).manual_seed(args.seed))
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         is_matrix = {
@@ -306,7 +307,7 @@ def train(training: Training, train_BT: torch.Tensor, heldout: dict[str, Heldout
 
 def finish(training: Training, heldout: dict[str, Heldout], args: argparse.Namespace) -> None:
     """Write the shards, read them back, and say how good the written model is (float32 on its bfloat16 weights)."""
-    tensors = {name: tensor.cpu() for name, tensor in training.model.checkpoint_tensors()}
+    tensors = {name: tensor.cpu() for name, tensor in checkpoint_tensors(training.model).items()}
     args.out.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(tensors, args.out, max_shard_size=12_000_000)
     model = LingModel(training.model.config, device=training.device)

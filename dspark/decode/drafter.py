@@ -27,11 +27,9 @@ class Drafter(Protocol):
         """Take in the next T >= 1 committed ids and the target's states there: the prompt's, then in each round those
         of its anchor and its accepted drafts.
         """
-        ...
 
     def draw(self, anchor_id: int, sampling: Sampling, uniforms: Uniforms) -> Block:
         """Draft what follows the anchor, which stands right behind the committed ids; K may be 0."""
-        ...
 
 
 Draft = DraftModel | Callable[[], Drafter]

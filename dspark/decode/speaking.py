@@ -46,7 +46,6 @@ class Speaker(Protocol):
     @property
     def is_drafting(self) -> bool:
         """Whether it works in rounds; if not, it is plain decoding."""
-        ...
 
     def __call__(
         self, prompts: Sequence[torch.Tensor], sampling: Sampling, uniforms: Sequence[Uniforms], stopwatch: Stopwatch
@@ -55,4 +54,3 @@ class Speaker(Protocol):
         last news come no later than its last round ends. Row b draws from uniforms[b] alone.
         Shapes: prompts int64 [T_b], T_b >= 1.
         """
-        ...

@@ -8,12 +8,15 @@ Sizes = dict[str, int]
 """By the letters that end a tensor's name (types.py)."""
 
 
-def check(sizes: Sizes, *dtypes: dtype, num_strided: int = 0, **tensors: Tensor | None) -> Sizes:
+def check(
+    sizes: Sizes, *dtypes: dtype, num_strided: int = 0, is_window: bool = False, **tensors: Tensor | None
+) -> Sizes:
     """Hold tensors against the letters of their names: ``check({"D": 64}, float32, x_TD=x_TD)``. None fits.
 
     A letter without a size takes that of the first tensor that has it; 1 and 2 are their own. The tensors share one
     dtype, out of ``dtypes`` (none given: each has any), and are contiguous, or behind the first ``num_strided``
-    dimensions. Returns: ``sizes`` and what was learnt. Raises: ValueError for another shape, dtype or other strides.
+    dimensions. The T tokens of a window are 1 to 16, as many as a verify step takes.
+    Returns: ``sizes`` and what was learnt. Raises: ValueError for another shape, dtype or other strides.
     """
     sizes = {"1": 1, "2": 2, **sizes}
     for name, x in tensors.items():
@@ -21,6 +24,8 @@ def check(sizes: Sizes, *dtypes: dtype, num_strided: int = 0, **tensors: Tensor 
             continue
         letters, shape = name.rpartition("_")[2], x.shape
         is_right = len(letters) == len(shape) and tuple(map(sizes.setdefault, letters, shape)) == shape
+        if is_right and is_window and not 1 <= sizes.get("T", 1) <= MAX_TOKENS:
+            raise ValueError(f"{name}: expected 1 to {MAX_TOKENS} tokens, found {sizes['T']}")
         is_right = is_right and (not dtypes or x.dtype in dtypes)
         if not is_right or not (x.is_contiguous() or (num_strided and _is_dense(shape, x.stride(), num_strided))):
             expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
@@ -46,9 +51,3 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], num_strided: int
 def check_counters(counters: Tensor, least: int = 1) -> None:
     """Raises: ValueError for other counters than int32, and fewer than ``least``."""
     check({"N": max(least, counters.numel())}, int32, counters_N=counters)
-
-
-def check_window(name: str, num_tokens: int) -> None:
-    """Raises: ValueError for a window of no token or of more than a verify step takes."""
-    if not 1 <= num_tokens <= MAX_TOKENS:
-        raise ValueError(f"{name}: expected 1 to {MAX_TOKENS} tokens, found {num_tokens}")

@@ -51,8 +51,9 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = SwiGLU(config.hidden_size, config.shared_intermediate_size, config.shared_limit(layer))
         self.limit = config.routed_limit(layer)
 
-    def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output [N, D] and the chosen experts ids_NK."""
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Returns the output [N, D]."""
         (ids_NK, weights_NK), experts = self.gate(x_ND), self.experts
         routed_ND = moe.run_experts(x_ND, ids_NK, weights_NK, experts.gate_up_proj, experts.down_proj, self.limit)
-        return (routed_ND + self.shared_experts(x_ND)).to(x_ND.dtype), ids_NK
+        output_ND: torch.Tensor = (routed_ND + self.shared_experts(x_ND)).to(x_ND.dtype)
+        return output_ND

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import constants, snapshot_download
@@ -24,8 +23,7 @@ _HEAD_NAME = "lm_head.weight"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
-@dataclass(frozen=True)
-class TargetFacts:
+class TargetFacts(NamedTuple):
     """What the other rooms need to know of a target before any weight is read."""
 
     architecture: str

@@ -1,8 +1,6 @@
 """The Ling-3.0 target: a stack of linear and latent attention layers, with its multi-token prediction layer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import log
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +18,6 @@ from dspark.types import TargetOutput
 _FLOAT32_NAMES = ("A_log", "dt_bias", "expert_bias")
 
 
-@dataclass(frozen=True)
-class LingOutput(TargetOutput):
-    """A pass of the model: taps, last hidden, and the experts that each MoE layer chose, int64 [N, K] a layer."""
-
-    expert_ids: tuple[Tensor, ...]
-
-
 class Layer(nn.Module):
     """Pre-norm attention and feed-forward block, each added to the residual stream."""
 
@@ -37,14 +28,6 @@ class Layer(nn.Module):
         self.attention = LatentAttention(config) if config.is_latent(index) else LinearAttention(config)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MixtureOfExperts(config, index) if config.is_moe(index) else SwiGLU(width, config.intermediate_size)
-
-    def feed(self, hidden_ND: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Add the feed-forward block; returns the residual stream and the chosen experts (none of a dense block)."""
-        x_ND = self.post_attention_layernorm(hidden_ND)
-        if isinstance(self.mlp, SwiGLU):
-            return hidden_ND + self.mlp(x_ND), ()
-        y_ND, ids_NK = self.mlp(x_ND)
-        return hidden_ND + y_ND, (ids_NK,)
 
 
 class PredictionLayer(Layer):
@@ -71,8 +54,8 @@ class Trunk(nn.Module):
 class LingModel(nn.Module):
     """Ling-3.0 as a ``Target``. Parameters have the checkpoint's names; routed experts are stacked.
 
-    A new model's memory is undefined: call ``initialise`` or ``load_tensors``. ``dtype`` is that of the weights and of
-    the residual stream; A_log, dt_bias, expert_bias and the recurrent states stay in float32 or higher.
+    A new model's memory is undefined until ``load_tensors``. ``dtype`` is that of the weights and of the residual
+    stream; A_log, dt_bias, expert_bias and the recurrent states stay in float32 or higher.
     Source: specs/ling-3.0.md; modeling_bailing_moe_v3.py of inclusionAI/Ling-3.0-flash with the clamps it leaves out.
     """
 
@@ -106,40 +89,24 @@ class LingModel(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def forward(self, ids_N: Tensor, lengths: Sequence[int]) -> LingOutput:
+    def forward(self, ids_N: Tensor, lengths: Sequence[int]) -> TargetOutput:
         """Read whole sequences laid one after the other, with gradients; ``lengths`` are host integers, ids_N int64.
         Sequences of one length are read without padding, loops over sequences or host syncs.
         """
         return self._read(ids_N, Layout.of(lengths, ids_N.device))[0]
 
-    def mtp_hidden(self, next_ids_N: Tensor, last_hidden_ND: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The prediction layer over whole sequences: row t, from last_hidden[t] and token t+1, speaks of token t+2.
-
-        Returns the hidden state whose ``logits`` predict [N, D], rows laid as in ``forward``, and ids_NK of the layer's
-        experts. To predict further, feed the hidden state back with the drafted ids.
-        Source: specs/ling-3.0.md section 7; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
-        """
-        layer = self.model.layers[self.config.num_hidden_layers]
-        assert isinstance(layer, PredictionLayer)
-        embedded_ND = layer.enorm(self.model.word_embeddings(next_ids_N))
-        hidden_ND = layer.eh_proj(torch.cat((embedded_ND, layer.hnorm(last_hidden_ND)), -1))
-        layout = Layout.of(lengths, next_ids_N.device)
-        attended_ND, _ = layer.attention(layer.input_layernorm(hidden_ND), layout, self._angles(layout))
-        hidden_ND, (ids_NK,) = layer.feed(hidden_ND + attended_ND)
-        return layer.final_layernorm(hidden_ND), ids_NK
-
     @torch.no_grad()
-    def prefill(self, ids: Sequence[Tensor]) -> tuple[LingCache, LingOutput]:
+    def prefill(self, ids: Sequence[Tensor]) -> tuple[LingCache, TargetOutput]:
         lengths = [len(ids_T) for ids_T in ids]
         ids_N = torch.cat(list(ids)).to(self.lm_head.weight.device)
         output, linear, latent = self._read(ids_N, Layout.of(lengths, ids_N.device))
         return LingCache(lengths, linear, latent), output
 
     @torch.no_grad()
-    def verify(self, ids_BT: Tensor, cache: LingCache) -> LingOutput:
+    def verify(self, ids_BT: Tensor, cache: LingCache) -> TargetOutput:
         cache.stage([], 0)
         view = cache.view(ids_BT.shape[1])
-        angles = self._angles(view.layout)
+        angles = self.angles(view.layout)
         stages: list[LinearStage] = []
         latent_layers = iter(range(self.config.num_hidden_layers))
 
@@ -157,39 +124,11 @@ class LingModel(nn.Module):
     def commit(self, cache: LingCache, counts_B: Tensor) -> None:
         cache.commit(counts_B)
 
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw fresh weights: normal with deviation 0.02, norms 1, expert bias 0, convolutions uniform to 1/sqrt(taps).
-        ``dt_bias`` spreads the decay rates of the channels evenly in the logarithm from 0.001 to 1 a token.
-        """
-        rates = (0.001, 1.0)
-        for name, tensor in self.state_dict().items():
-            drawn = torch.empty(tensor.shape, device=generator.device)
-            if name.endswith("norm.weight"):
-                drawn.fill_(1)
-            elif name.endswith("expert_bias"):
-                drawn.zero_()
-            elif name.endswith("A_log"):
-                drawn.uniform_(1, 2, generator=generator).log_()
-            elif name.endswith("dt_bias"):
-                drawn.uniform_(log(rates[0]), log(rates[1]), generator=generator).exp_()
-                drawn = (drawn / -self.config.kda_lower_bound).logit()
-            elif "conv1d" in name:
-                drawn.uniform_(-1, 1, generator=generator).mul_(tensor.shape[-1] ** -0.5)
-            else:
-                drawn.normal_(0, 0.02, generator=generator)
-            tensor.copy_(drawn)
-
     @torch.no_grad()
     def load_tensors(self, get: Callable[[str], Tensor]) -> None:
         """Fill every weight from ``get(checkpoint name)``, converted to this model's dtypes."""
         for name, place in self.places():
             place.copy_(get(name))
-
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its checkpoint name: bfloat16, but float32 for A_log, dt_bias and expert_bias."""
-        for name, place in self.places():
-            dtype = torch.float32 if name.endswith(_FLOAT32_NAMES) else torch.bfloat16
-            yield name, place.to(dtype, copy=True)
 
     def places(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names with the memory they fill: a parameter, or one expert's part of a stacked one."""
@@ -204,12 +143,13 @@ class LingModel(nn.Module):
                 for label, half in zip(parts, halves, strict=True):
                     yield f"{prefix}.experts.{expert}.{label}.weight", half[expert]
 
-    def _angles(self, layout: Layout) -> Angles:
+    def angles(self, layout: Layout) -> Angles:
+        """Cosine and sine of the positions of a layout's rows."""
         wide = torch.promote_types(self.lm_head.weight.dtype, torch.float32)
         return rotary_angles(layout.positions_N, self.config.qk_rope_head_dim, self.config.rope_theta, wide)
 
-    def _read(self, ids_N: Tensor, layout: Layout) -> tuple[LingOutput, list[LinearMemory], list[Tensor]]:
-        angles = self._angles(layout)
+    def _read(self, ids_N: Tensor, layout: Layout) -> tuple[TargetOutput, list[LinearMemory], list[Tensor]]:
+        angles = self.angles(layout)
         linear: list[LinearMemory] = []
         latent: list[Tensor] = []
 
@@ -224,19 +164,18 @@ class LingModel(nn.Module):
 
         return self._walk(ids_N, attend), linear, latent
 
-    def _walk(self, ids_N: Tensor, attend: Callable[[Layer, Tensor], Tensor]) -> LingOutput:
+    def _walk(self, ids_N: Tensor, attend: Callable[[Layer, Tensor], Tensor]) -> TargetOutput:
         hidden_ND = self.model.word_embeddings(ids_N)
         outputs: list[Tensor] = []
-        expert_ids: tuple[Tensor, ...] = ()
         for index in range(self.num_layers):
             layer = self.model.layers[index]
             assert isinstance(layer, Layer)
-            hidden_ND, chosen = layer.feed(hidden_ND + attend(layer, layer.input_layernorm(hidden_ND)))
+            hidden_ND = hidden_ND + attend(layer, layer.input_layernorm(hidden_ND))
+            hidden_ND = hidden_ND + layer.mlp(layer.post_attention_layernorm(hidden_ND))
             outputs.append(hidden_ND)
-            expert_ids += chosen
         taps = [outputs[index] for index in self.target_layer_ids]
         taps_NLD = torch.stack(taps, 1) if taps else hidden_ND.new_empty(len(hidden_ND), 0, self.hidden_size)
-        return LingOutput(taps_NLD, self.model.norm(hidden_ND), expert_ids)
+        return TargetOutput(taps_NLD, self.model.norm(hidden_ND))
 
 
 def tensor_shapes(config: TargetConfig) -> dict[str, Tensor]:

@@ -1,11 +1,13 @@
 """How a pass calls its kernels: directly, or remembering every call so that a stage can be timed on its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Call = partial[Any]
+"""A kernel call that can be made again on the same inputs."""
 
 
 class Caller(Protocol):
@@ -28,23 +30,9 @@ def named(kind: str, call: Caller, **always: bool) -> Caller:
     return run
 
 
-class Call(NamedTuple):
-    """A kernel call that can be made again on the same inputs."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __call__(self) -> Any:
-        return self.function(*self.args, **self.options)
-
-
-@dataclass
-class Recorder:
+class Recorder(dict[str, list[Call]]):
     """A ``Caller`` that runs every call and keeps it, in order, under its stage."""
 
-    stages: dict[str, list[Call]] = field(default_factory=dict)
-
     def __call__(self, stage: str, function: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:
-        self.stages.setdefault(stage, []).append(Call(function, args, options))
+        self.setdefault(stage, []).append(partial(function, *args, **options))
         return function(*args, **options)

@@ -1,9 +1,8 @@
 """The verifier as a ``Target``: one sequence, static buffers, a captured pass for every window length."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
@@ -12,30 +11,25 @@ from dspark.kernels import MAX_TOKENS, kda, projection, router
 from dspark.target.config import load_target_config
 from dspark.target.loading import check_ids
 from dspark.types import TargetOutput
-from dspark.verifier.blocks import Chain
+from dspark.verifier.blocks import Chain, Window, read_window
 from dspark.verifier.buffers import allocate_buffers
 from dspark.verifier.calls import Caller, call
 from dspark.verifier.capture import Captured
-from dspark.verifier.plan import PIECE_TOKENS, check_device, check_parts, free_bytes, make_plan
+from dspark.verifier.plan import PIECE_TOKENS, check_device, free_bytes, make_plan
 from dspark.verifier.ranks import ALONE, Ranks
-from dspark.verifier.reading import read_packed
+from dspark.verifier.reading import PackedReader, read_packed
 from dspark.verifier.sharding import load_weights
 from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
-from dspark.verifier.window import Window, read_window
 
 
-class VerifierCache(NamedTuple):
-    """The sequence that a verifier holds since its ``number``-th prefill; a later prefill takes its place."""
-
-    number: int
+class VerifierCache:
+    """The sequence that a verifier holds since the prefill that gave this; a later prefill takes its place."""
 
 
-class Verifier:
-    """One rank's engine over one sequence at a time.
+class Verifier(PackedReader):
+    """One rank's engine over one sequence at a time: a ``Target``, whole on each rank as a ``PackedReader`` is.
 
-    With all its ``ranks`` it is a whole ``Target`` on each of them, and every rank makes every call, with the same
-    arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does. Memory
-    for ``capacity_tokens`` is allocated here; a longer sequence is refused.
+    Memory for ``capacity_tokens`` is allocated here; a longer sequence is refused.
     Raises: ConfigError for a GPU before sm_90, room for no token, or tapped layers that are not there.
     """
 
@@ -43,15 +37,12 @@ class Verifier:
         self, weights: VerifierWeights, capacity_tokens: int, target_layer_ids: tuple[int, ...] = (),
         ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
-        check_parts(weights, target_layer_ids, ranks)
+        super().__init__(weights, target_layer_ids, ranks)
         if weights.device.type == "cuda":
             from dspark.kernels.launch import keep_shared_memory  # Triton, which a CPU may lack
 
             keep_shared_memory()
-        self.weights, self.config, self.is_chained = weights, weights.config, True
-        self.vocab_size, self.hidden_size = self.config.vocab_size, self.config.hidden_size
-        self.num_layers, self.embedding_VD = self.config.num_hidden_layers, weights.embedding_VD
-        self.target_layer_ids, self.ranks = target_layer_ids, ranks
+        self.config, self.is_chained = weights.config, True
         self.buffers = allocate_buffers(weights.config, weights.shard, capacity_tokens, weights.dtype, weights.device)
         self.ids_T = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=weights.device)
         self.count_1 = torch.zeros(1, dtype=torch.int64, device=weights.device)
@@ -62,9 +53,8 @@ class Verifier:
         """By window length: the constant dispatch of a dense MLP."""
         self.forced: dict[int, Sequence[router.Dispatch]] = {}
         """By window length: what the mixture layers' experts get, one a layer, in passes captured from then on."""
-        self._number = 0
+        self._cache = VerifierCache()
         self._staged: Window | None = None
-        ranks.reserve(weights.config.hidden_size)
 
     @classmethod
     def load(
@@ -78,11 +68,6 @@ class Verifier:
         plan.check(free_bytes(device), str(device))
         weights = load_weights(folder, shard, dtype, device)
         return cls(weights, capacity_tokens, target_layer_ids, ranks=ranks)
-
-    @cached_property
-    def head_VD(self) -> torch.Tensor:
-        """The whole head, gathered at the first use, which all ranks make together, and kept beside the rank's part."""
-        return self.ranks.gather(self.weights.head_VD).flatten(0, 1)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,10 +91,9 @@ class Verifier:
             raise ConfigError(f"a prompt is a row of at least one token id, found shape {list(ids[0].shape)}")
         check_ids(ids[0], self.vocab_size)
         self._check_capacity(0, len(ids[0]))
-        self._number += 1
         self.buffers.clear()
         self._staged, self.most_tokens = None, 0
-        cache = VerifierCache(self._number)
+        self._cache = cache = VerifierCache()
         if len(ids[0]) <= MAX_TOKENS:
             output = self.verify(ids[0][None], cache)
             self.commit(cache, torch.tensor([len(ids[0])]))
@@ -196,7 +180,7 @@ class Verifier:
 
     def check_held(self, cache: VerifierCache) -> None:
         """Raises: ValueError unless this is the sequence of the last prefill."""
-        if cache.number != self._number:
+        if cache is not self._cache:
             raise ValueError("this sequence was replaced: the verifier holds only that of its last prefill")
 
 

@@ -12,7 +12,7 @@ from dspark.target.loading import check_taps
 from dspark.verifier.blocks import num_splits
 from dspark.verifier.buffers import allocate_buffers
 from dspark.verifier.ranks import Ranks
-from dspark.verifier.weights import Dtypes, Shard, VerifierWeights, allocate, allocate_mtp
+from dspark.verifier.weights import Dtypes, Shard, VerifierWeights, allocate, allocate_mtp, num_bytes
 
 GRAPH_RESERVE_BYTES = 1 << 30
 """On a GPU, for the context, compiled kernels and captured graphs."""
@@ -56,7 +56,7 @@ def make_plan(
     Raises: ConfigError as ``Shard`` and ``allocate_buffers``.
     """
     weights = allocate(config, shard, dtype, "meta")
-    mtp_bytes = allocate_mtp(config, shard, dtype, "meta").num_bytes if has_mtp else 0
+    mtp_bytes = num_bytes(allocate_mtp(config, shard, dtype, "meta")) if has_mtp else 0
     dtype = weights.dtype
     buffers = allocate_buffers(config, shard, capacity_tokens, dtype, "meta")
     tokens, heads = MAX_TOKENS, shard.part(config.num_attention_heads)
@@ -73,7 +73,7 @@ def make_plan(
     piece_bytes = reading_bytes(config, shard, piece, dtype, start=capacity_tokens - piece)
     is_gpu = torch.device(device).type == "cuda"
     return Plan(
-        weight_bytes=weights.num_bytes + mtp_bytes,
+        weight_bytes=num_bytes(weights) + mtp_bytes,
         state_bytes=buffers.state_LHEF.nbytes + buffers.history_LWC.nbytes,
         cache_bytes=buffers.rows_MJC.nbytes + has_mtp * buffers.rows_MJC[0].nbytes + buffers.angles_JE2.nbytes,
         scratch_bytes=window_bytes + piece_bytes + is_gpu * GRAPH_RESERVE_BYTES,
@@ -90,7 +90,7 @@ def make_reading_plan(
     scratch_bytes = reading_bytes(config, shard, num_tokens, weights.dtype, num_taps)
     scratch_bytes += 3 * LOGIT_ROWS * config.vocab_size * 4
     scratch_bytes += (torch.device(device).type == "cuda") * GRAPH_RESERVE_BYTES
-    return Plan(weights.num_bytes, 0, 0, scratch_bytes)
+    return Plan(num_bytes(weights), 0, 0, scratch_bytes)
 
 
 def reading_bytes(

@@ -50,7 +50,8 @@ def random_weights(
 
     Matrices are normal with deviation 1/sqrt(whole fan-in), so activations stay near 1; those that write to the
     residual stream are smaller by sqrt(2 layers), so that the stream keeps near a token's own embedding and different
-    tokens choose experts almost independently. Decay rates as in ``LingModel.initialise``.
+    tokens choose experts almost independently. Decay rates spread evenly in the
+    logarithm from 0.001 to 1 a token.
     """
     generator = _generator(shard, seed, device)
     weights = allocate(config, shard, dtype, device, partial(_draw, generator))

@@ -6,11 +6,11 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from dspark.kernels import head
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import Caller, call, named
 from dspark.verifier.capture import Captured
 from dspark.verifier.engine import Verifier
 from dspark.verifier.ranks import Ranks
-from dspark.verifier.window import Window
 
 OutputT = TypeVar("OutputT")
 Choice = tuple[torch.Tensor, torch.Tensor]
@@ -62,13 +62,9 @@ class Resident(ABC, Generic[OutputT]):
 
 
 class Step(Resident[StepOutput]):
-    """Greedy verification of windows of T tokens. Before a step ``ids_T`` holds the last committed choice, then T-1
-    drafted tokens; after it ids_T[0] is the next choice.
+    """Greedy verification of windows of T tokens. Before a step the verifier's ``ids_T`` holds the last committed
+    choice, then T-1 drafted tokens; after it ids_T[0] is the next choice.
     """
-
-    @property
-    def ids_T(self) -> torch.Tensor:
-        return self.verifier.ids_T[: self.num_tokens]
 
     @torch.no_grad()
     def take(self, call: Caller = call) -> StepOutput:

@@ -137,10 +137,6 @@ class VerifierWeights(NamedTuple):
         """The id of the head's first row on this rank."""
         return self.shard.rank * len(self.head_VD)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors_of(self))
-
 
 class MtpWeights(NamedTuple):
     """What one rank holds of the target's multi-token prediction layer; embedding and head are the verifier's.
@@ -155,10 +151,6 @@ class MtpWeights(NamedTuple):
     eh_DC: torch.Tensor
     layer: LayerWeights
     norm_D: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors_of(self))
 
 
 Fill = Callable[[torch.Tensor, Iterable[str]], None]
@@ -206,12 +198,17 @@ def allocate_mtp(
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor of nested weights once."""
+    """Every tensor of nested weights, or arguments, once."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, tuple):
+    elif isinstance(value, list | tuple):
         for part in value:
             yield from tensors_of(part)
+
+
+def num_bytes(weights: VerifierWeights | MtpWeights) -> int:
+    """What one rank's weights take."""
+    return sum(tensor.nbytes for tensor in tensors_of(weights))
 
 
 class _Maker(NamedTuple):

@@ -190,7 +190,8 @@ def test_slopes_of_blocks_are_the_definitions(
     found = kernel.slopes(figures, rows_A1.to(kernel_device), 7, num_slots, scales, weights)
     double = (
         Figures(*(x.double().cpu() for x in figures)),
-        rows_A1 - 7,
+        rows_A1,
+        7,
         num_slots,
         Scales(*(x.double().cpu() for x in scales)),
     )

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from dspark.kernels.checks import check, check_counters, check_window
+from dspark.kernels.checks import check, check_counters
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -61,10 +61,10 @@ def test_strides_are_what_a_view_behind_the_first_dimensions_says(num_strided: i
 def test_counters_are_enough_and_a_window_is_short() -> None:
     counters = torch.zeros(3, dtype=torch.int32)
     check_counters(counters, 3)
-    check_window("x_TD", 16)
+    check({}, is_window=True, x_TD=torch.ones(16, 2))
     for wrong, least in ((counters, 4), (counters[:0], 1), (counters.long(), 3), (counters[::2], 1)):
         with pytest.raises(ValueError, match=r"^counters_N: expected .* found"):
             check_counters(wrong, least)
     for num_tokens in (0, 17):
         with pytest.raises(ValueError, match=f"^x_TD: expected 1 to 16 tokens, found {num_tokens}$"):
-            check_window("x_TD", num_tokens)
+            check({}, is_window=True, x_TD=torch.ones(num_tokens, 2))

@@ -191,7 +191,7 @@ def test_flash_rows_compile_for_sm90_without_spills_and_wait_before_they_write()
         {
             "name": "exchange_kernel",
             "signature": signature | {"slots": pointer},
-            "constexprs": sizes | {"PARTS": 9, "HAS_WEIGHTS": True, "EMPTY_BITS": kernel.EMPTY[dtype]},
+            "constexprs": sizes | {"PARTS": 9, "EMPTY_BITS": kernel.EMPTY[dtype]},
             "num_warps": 16,
             "maxnreg": 128,
         }
@@ -219,7 +219,7 @@ def test_gpu_check_two_ranks_on_two_streams_wait_for_each_other(kernel_device: t
     streams = [torch.cuda.Stream() for _ in range(2)]
     calls = [rank_inputs(2, 1 + call % ROWS, 9, width, kernel_device, call, torch.bfloat16) for call in range(200)]
     apart = Ranks(2, width, torch.float32, kernel_device)
-    alone = replace(apart.memory[0], limit_seconds=1e-3)
+    alone = apart.memory[0]._replace(limit_seconds=1e-3)
     for inputs in calls[:ROWS]:  # loads the kernels: beside one that waits the driver may not
         exchange.add_norm(**inputs[0], eps=EPS, exchange=alone, is_chained=True)
         exchange.gather(inputs[0]["weights_TK"].view(torch.int32), alone)
@@ -228,7 +228,7 @@ def test_gpu_check_two_ranks_on_two_streams_wait_for_each_other(kernel_device: t
     for inputs in calls:
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                handle = replace(ranks.memory[rank], limit_seconds=5.0)
+                handle = ranks.memory[rank]._replace(limit_seconds=5.0)
                 outputs.append(exchange.add_norm(**inputs[rank], eps=EPS, exchange=handle, is_chained=True))
                 gathered.append(exchange.gather(inputs[rank]["weights_TK"].view(torch.int32), handle))
     torch.cuda.synchronize()

@@ -136,11 +136,12 @@ def test_a_quarter_of_the_vocabulary_fits_in_registers_for_sm90() -> None:
     pointers |= dict.fromkeys(("base", "noise", "inverse_temperature", "logits", "best"), "*fp32")
     pointers |= {"partial": "*i64", "counters": "*i32", "first_id": "i32"}
     sizes = {"V": 39296, "RANK": 256, "CHUNK": 64, "ROWS": kernel.HELD[2] // 256, "PROGRAMS": 614}
-    sizes |= {"PROGRAMS_PAD": 1024, "HAS_ROW": True, "IS_CHAINED": True}
+    sizes |= {"PROGRAMS_PAD": 1024, "IS_CHAINED": True}
     kernels = []
-    for samples in (False, True):
-        constexprs = sizes | dict.fromkeys(("HAS_NOISE", "HAS_TEMPERATURE", "HAS_LOGITS"), samples)
-        signature = {name: pointers.get(name, "constexpr") for name in kernel.step_kernel.arg_names}
+    for absent in (("noise", "inverse_temperature", "logits"), ()):
+        constexprs = sizes | dict.fromkeys(absent)
+        given = {name: kind for name, kind in pointers.items() if name not in absent}
+        signature = {name: given.get(name, "constexpr") for name in kernel.step_kernel.arg_names}
         one = {"name": "step_kernel", "signature": signature, "constexprs": constexprs, "num_warps": 4, "maxnreg": 96}
         kernels.append(one)
     for compiled in compile_sm90("dspark.kernels.markov.kernel", kernels):

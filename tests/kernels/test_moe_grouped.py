@@ -71,19 +71,22 @@ def test_a_row_that_is_nan_touches_no_other(kernel_device: torch.device) -> None
     assert dirty_NJD[5].isnan().all()
 
 
-def flash_quarter(name: str, choice: dict[str, int]) -> dict[str, Any]:
-    signature = {"inputs": "*bf16", "weights": "*bf16", "limits": "*fp32", "order": "*i64", "tiles": "*i32"}
-    sizes = {"J": 9, "INNER": 192, "D": 2560, "BLOCK_M": grouped.BLOCK_ROWS, "DOT": "tl.bfloat16"}
+def flash_quarter(choice: dict[str, int], halves: int) -> dict[str, Any]:
+    signature = {"outputs": "*bf16", "inputs": "*bf16", "weights": "*bf16", "order": "*i64", "tiles": "*i32"}
+    sizes = {"HALVES": halves, "J": 9, "WIDTH": 192, "K": 2560, "BLOCK_M": grouped.BLOCK_ROWS, "DOT": "tl.bfloat16"}
+    if halves == 2:
+        signature["limits"] = "*fp32"
+    else:
+        sizes |= {"J": 1, "WIDTH": 2560, "K": 192, "limits": None}
     sizes |= {"BLOCK_N": choice["block_n"], "BLOCK_K": choice["block_k"]}
-    if name == "down_kernel":
-        signature, sizes = {"outputs": "*bf16", "weights": "*bf16", "order": "*i64", "tiles": "*i32"}, sizes.copy()
-        del sizes["J"]
     shape = {"num_warps": choice["num_warps"], "num_stages": choice["num_stages"]}
-    return {"name": name, "signature": {"act": "*bf16"} | signature, "constexprs": sizes, **shape}
+    order = grouped.product_kernel.arg_names
+    signature = {name: signature.get(name, "constexpr") for name in order}
+    return {"name": "product_kernel", "signature": signature, "constexprs": sizes, **shape}
 
 
 def test_the_kernels_compile_for_sm90_without_spills() -> None:
-    kernels = [flash_quarter("up_kernel", grouped.UP), flash_quarter("down_kernel", grouped.DOWN)]
+    kernels = [flash_quarter(grouped.UP, 2), flash_quarter(grouped.DOWN, 1)]
     tile = {"name": "tile_kernel", "signature": {"tiles": "*i32", "ends": "*i32"}, "num_warps": 4}
     tile["constexprs"] = {"X": 513, "BLOCK_X": 1024, "BLOCK_M": grouped.BLOCK_ROWS}
     for compiled in compile_sm90("dspark.kernels.moe.grouped", [*kernels, tile]):

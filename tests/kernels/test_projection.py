@@ -281,6 +281,9 @@ def compile_kernel(name: str) -> dict:
     share = tile.held + steps * tile.columns
     tensors = dict.fromkeys(("x", "weight", "y", "gate", "norm_weight", "history", "conv"), "*bf16")
     tensors |= dict.fromkeys(("a_log", "dt_bias", "prepared"), "*fp32")
+    absent = () if width else ("gate", "norm_weight")
+    absent += () if name == "KDA in-projection" else ("history", "conv", "a_log", "dt_bias", "prepared")
+    tensors = {name: kind for name, kind in tensors.items() if name not in absent}
     if is_float32:
         tensors |= {"weight": "*fp32", "y": "*fp32"}
     scalars = {"num_tokens": "i32", "eps": "fp32", "lower_bound": "fp32"}
@@ -295,12 +298,11 @@ def compile_kernel(name: str) -> dict:
         "num_stages": tile.num_stages,
     }
     flags = {
-        "IS_GATED": width is not None,
         "IS_WHOLE": splits * share == columns,
         "DOT": "tl.float32" if is_float32 else "tl.bfloat16",
         "IS_CHAINED": True,
     }
-    constexprs = {**sizes, **cut, "STEPS": steps, **prefetch, **flags}
+    constexprs = {**sizes, **cut, "STEPS": steps, **prefetch, **flags, **dict.fromkeys(absent)}
     signature = {**tensors, "partial": "*fp32", "counters": "*i32", **scalars, **strides}
     order = kernel.project_kernel.arg_names
     signature = {name: signature.get(name, "constexpr") for name in order}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from one_by_one import assert_every_count_agrees
 
+from data.nano.learning import checkpoint_tensors, chosen_experts, initialise, mtp_hidden
 from dspark.target.cache import Layout
 from dspark.target.config import TargetConfig, parse_target_config
 from dspark.target.model import LingModel, tensor_shapes
@@ -38,12 +39,13 @@ def close(actual: torch.Tensor, expected: Any, dtype: torch.dtype) -> None:
 def test_prompt_gives_the_golden_logits_residuals_router_ids_and_memory(ling_golden: dict, dtype: torch.dtype) -> None:
     mini = ling_golden["mini_model"]
     model = golden_model(mini, dtype, (0, 1, 2, 3, 4))
-    cache, output = model.prefill([torch.tensor(mini["prompt"])])
+    with chosen_experts(model) as chosen:
+        cache, output = model.prefill([torch.tensor(mini["prompt"])])
     close(model.logits(output.last_hidden_ND), mini["logits"], dtype)
     close(output.last_hidden_ND, mini["final_norm_output"], dtype)
     close(output.taps_NLD[-1], mini["residual_stream_last_position_after_each_layer"], dtype)
     close(output.taps_NLD[0], mini["residual_stream_first_position_after_each_layer"], dtype)
-    for ids_NK, router in zip(output.expert_ids, mini["router"].values(), strict=True):
+    for ids_NK, router in zip(chosen, mini["router"].values(), strict=True):
         assert ids_NK.tolist() == router["ids"]
     for place, layer in enumerate(("0", "2")):
         state_BHEF, history_BWC = cache.memory(place)
@@ -75,10 +77,11 @@ def test_the_prediction_layer_gives_the_golden_hidden_states(ling_golden: dict, 
     mini = ling_golden["mini_model"]
     model = golden_model(mini, dtype)
     last_hidden_ND = torch.tensor(mini["final_norm_output"], dtype=dtype)[:-1]
-    hidden_ND, ids_NK = model.mtp_hidden(torch.tensor(mini["mtp"]["next_tokens"]), last_hidden_ND, [6])
+    with chosen_experts(model) as chosen:
+        hidden_ND = mtp_hidden(model, torch.tensor(mini["mtp"]["next_tokens"]), last_hidden_ND, [6])
     close(hidden_ND, mini["mtp"]["hidden_after_final_layernorm"], dtype)
     close(model.logits(hidden_ND), mini["mtp"]["logits"], dtype)
-    assert ids_NK.tolist() == mini["mtp"]["router_ids"]
+    assert [ids_NK.tolist() for ids_NK in chosen] == [mini["mtp"]["router_ids"]]
 
 
 def tiny_model(dtype: torch.dtype = torch.float32, **changes: Any) -> LingModel:
@@ -93,7 +96,7 @@ def tiny_model(dtype: torch.dtype = torch.float32, **changes: Any) -> LingModel:
         "expert_swiglu_limit_list": [0, 0, 0, 0.5, 0.5], "share_expert_swiglu_limit_list": [0, 0, 0.5, 0, 0.5],
     }  # fmt: skip
     model = LingModel(TargetConfig.model_validate(values | changes), (0, 2), dtype)
-    model.initialise(torch.Generator().manual_seed(0))
+    initialise(model, torch.Generator().manual_seed(0))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(8)
@@ -155,7 +158,7 @@ def test_verify_equals_reading_the_longer_sequence() -> None:
 @torch.no_grad()
 def test_a_bfloat16_model_decodes_near_the_float32_model_and_keeps_its_states_in_float32() -> None:
     model, exact = tiny_model(torch.bfloat16, num_experts_per_tok=4), tiny_model(num_experts_per_tok=4)
-    exact.load_tensors(dict(model.checkpoint_tensors()).__getitem__)
+    exact.load_tensors(checkpoint_tensors(model).__getitem__)
     (ids_T,) = random_ids(12)
     cache, _ = model.prefill([ids_T[:8]])
     hidden_ND = model.verify(ids_T[None, 8:], cache).last_hidden_ND
@@ -180,12 +183,12 @@ def test_commit_refuses_counts_outside_the_stage() -> None:
 
 def test_a_checkpoint_holds_the_tensors_that_are_asked_of_one_and_goes_round() -> None:
     model, other = tiny_model(torch.bfloat16), tiny_model(torch.bfloat16)
-    tensors = dict(model.checkpoint_tensors())
+    tensors = checkpoint_tensors(model)
     specs = tensor_shapes(model.config)
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {
         name: (tuple(spec.shape), spec.dtype) for name, spec in specs.items()
     }
-    other.initialise(torch.Generator().manual_seed(1))
+    initialise(other, torch.Generator().manual_seed(1))
     other.load_tensors(tensors.__getitem__)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
@@ -196,7 +199,7 @@ def test_every_weight_gets_a_gradient_from_ragged_and_equal_sequences() -> None:
         model = tiny_model()
         ids_N = torch.cat(random_ids(*lengths))
         output = model(ids_N, lengths)
-        mtp_ND, _ = model.mtp_hidden(ids_N, output.last_hidden_ND, lengths)
+        mtp_ND = mtp_hidden(model, ids_N, output.last_hidden_ND, lengths)
         (model.logits(output.last_hidden_ND).logsumexp(-1).sum() + model.logits(mtp_ND).logsumexp(-1).sum()).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None, name

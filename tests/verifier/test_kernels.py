@@ -47,7 +47,7 @@ def test_steps_and_commits_on_kernels_equal_the_target(
         output = target.verify(ids_T[None, 4:place], cache)
         ids_T[place] = target.logits(output.last_hidden_ND[-1]).argmax()
     step = Step(verifier, 6)
-    step.ids_T.copy_(ids_T[4:])
+    step.verifier.ids_T[: step.num_tokens].copy_(ids_T[4:])
     taken, expected = step(), target.verify(ids_T[None, 4:], cache)
     torch.testing.assert_close(taken.hidden_TD, expected.last_hidden_ND, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(taken.taps_TLD, expected.taps_NLD, rtol=1e-4, atol=1e-4)

@@ -11,6 +11,7 @@ from dspark.verifier import PackedReader, Shard
 from dspark.verifier.plan import make_reading_plan
 from dspark.verifier.ranks import Ranks
 from dspark.verifier.reading import packed
+from dspark.verifier.weights import num_bytes
 
 LENGTHS, LAYERS = (1, 17, 40, 16), (3, 0)
 VOCAB_SIZE = target_facts(NANO_FOLDER).vocab_size
@@ -70,7 +71,7 @@ def test_weights_or_a_pack_that_do_not_fit_are_refused_before_anything_is_read(m
     needed = make_reading_plan(*sizes).total_bytes
     monkeypatch.setattr(packed, "free_bytes", lambda device: needed)
     reader = PackedReader.load(NANO_FOLDER, 512, LAYERS, torch.float32, "cpu")
-    assert make_reading_plan(*sizes).weight_bytes == reader.weights.num_bytes
+    assert make_reading_plan(*sizes).weight_bytes == num_bytes(reader.weights)
     monkeypatch.setattr(packed, "load_weights", lambda *arguments: pytest.fail("weights were read"))
     with pytest.raises(
         ConfigError, match=r"^cpu has .* GB free, one rank needs .*use more ranks or a shorter context$"

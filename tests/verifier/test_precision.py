@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from speculating import cycle_text
 from verifying import random_ids
 
 from dspark.errors import ConfigError
@@ -120,6 +121,6 @@ def test_widening_a_checkpoint_in_bfloat16_changes_no_text(kind: str, temperatur
             draft = read_draft(NANO_FOLDER / "draft", (verifier.embedding_VD, verifier.head_VD))
             drafter = BlockDrafter(verifier, draft_weights(draft, Shard(), torch.bfloat16, "cpu"), 3)
         cycle = Cycle(verifier, drafter, temperature, torch.Generator().manual_seed(0))
-        texts.append(list(cycle.generate(random_ids(verifier.vocab_size, 20), 24)))
+        texts.append(cycle_text(cycle, random_ids(verifier.vocab_size, 20), 24))
     assert len(texts[0]) == 24
     assert texts[0] == texts[1]

@@ -19,9 +19,9 @@ def decode(verifier: Verifier, prompt_T: torch.Tensor, draft: list[list[int]], n
     text = verifier.logits(output.last_hidden_ND[-1:]).argmax(-1).tolist()
     step = Step(verifier, num_tokens)
     while len(text) < NEW_TOKENS:
-        step.ids_T.copy_(torch.tensor([text[-1], *draft[len(text)]]))
+        step.verifier.ids_T[: step.num_tokens].copy_(torch.tensor([text[-1], *draft[len(text)]]))
         output = step()
-        window, count = step.ids_T.tolist(), int(output.count_1)
+        window, count = step.verifier.ids_T[: step.num_tokens].tolist(), int(output.count_1)
         assert window[0] == int(output.next_id_1)
         text += [*window[1:count], window[0]]
         assert int(verifier.buffers.length_1) == len(prompt_T) + len(text) - 1
@@ -51,7 +51,7 @@ def test_a_step_feeds_the_next_one(verifier: Verifier, target: LingModel) -> Non
     (expected_T,) = generate(target, [prompt_T], Sampling(0.0, 20), [lambda: 0.0])
     verifier.prefill([prompt_T])
     step = Step(verifier, 1)
-    step.ids_T.copy_(expected_T[:1])
+    step.verifier.ids_T[: step.num_tokens].copy_(expected_T[:1])
     ids = [int(expected_T[0]), *(int(step().next_id_1) for _ in range(19))]
     assert ids == expected_T.tolist()
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from dspark.kernels.agreement import reference
 from dspark.kernels.agreement.reference import Figures, Scales, Slopes, Weights
+from dspark.kernels.forms import form_for
 
 __all__ = ["Figures", "Piece", "Price", "Scales", "Slopes", "Weights", "judge", "slopes"]
 
@@ -50,11 +51,8 @@ def slopes(figures: Figures, rows_A1: Tensor, rows: slice, num_slots: int, scale
     Block a's valid slots, a prefix of its num_slots, have the rows rows_A1[a] to rows_A1[a + 1] of all rows, of which
     ``rows`` are the piece's. Shapes: rows_A1 int64; scales in the figures' dtype. One launch on a GPU.
     """
-    if not figures.acceptance_P.is_cuda or figures.acceptance_P.dtype == torch.float64:
-        return reference.slopes(figures, rows_A1 - rows.start, num_slots, scales, weights)
-    from dspark.kernels.agreement import kernel  # Triton, which a CPU may lack
-
-    return kernel.slopes(figures, rows_A1, rows.start, num_slots, scales, weights)
+    run = form_for(figures.acceptance_P, reference.slopes)
+    return run(figures, rows_A1, rows.start, num_slots, scales, weights)
 
 
 class _Judged(torch.autograd.Function):
@@ -72,8 +70,8 @@ class _Judged(torch.autograd.Function):
         by_hidden_ND, by_mixed_NR = torch.empty_like(hidden_ND), torch.empty_like(mixed_NR)
         by_markov_VR = torch.zeros_like(markov_VR, dtype=torch.promote_types(markov_VR.dtype, torch.float32))
         wide = torch.promote_types(work, torch.float32)
-        compare, gradient = _forms(hidden_ND, wide)
         figures_5N = torch.empty(len(Figures._fields), len(hidden_ND), dtype=wide, device=hidden_ND.device)
+        compare, gradient = form_for(figures_5N, reference.compare), form_for(figures_5N, reference.gradient)
         with torch.autocast(kind, enabled=False):
             for rows, teachers, teacher_rows_P in pieces:
                 mixed_PR = mixed_NR[rows].to(work)
@@ -96,15 +94,6 @@ class _Judged(torch.autograd.Function):
     def backward(ctx: Any, pull: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, mixed, markov = (gradient.mul_(pull) for gradient in ctx.saved_tensors)  # torch refuses a second call
         return hidden, mixed, None, markov, None, None, None, None
-
-
-def _forms(x: Tensor, wide: torch.dtype) -> tuple[Any, Any]:
-    """The kernels on a GPU, but for float64, which they do not know."""
-    if not x.is_cuda or wide == torch.float64:
-        return reference.compare, reference.gradient
-    from dspark.kernels.agreement import kernel  # Triton, which a CPU may lack
-
-    return kernel.compare, kernel.gradient
 
 
 def _add_product(sum_VR: Tensor, gradient_PV: Tensor, mixed_PR: Tensor) -> None:

@@ -94,9 +94,11 @@ def gradient(kept: Laws, slopes: Slopes) -> Tensor:
     return gradient_PV.scatter_add_(1, label_P1, logprob_P1)
 
 
-def slopes(figures: Figures, rows_A1: Tensor, num_slots: int, scales: Scales, weights: Weights) -> Slopes:
-    """Slopes of A blocks' valid slots, P rows in order: block a has rows rows_A1[a] to rows_A1[a + 1], a prefix of its
-    num_slots slots. The slots of a block are coupled by the acceptance length alone.
+def slopes(
+    figures: Figures, rows_A1: Tensor, first_row: int, num_slots: int, scales: Scales, weights: Weights
+) -> Slopes:
+    """Slopes of A blocks' valid slots, P rows in order: block a has rows rows_A1[a] to rows_A1[a + 1], counted from
+    ``first_row``, a prefix of its num_slots slots. The slots of a block are coupled by the acceptance length alone.
     """
     slots_K = torch.arange(num_slots, device=rows_A1.device)
     valid_AK = slots_K < rows_A1.diff()[:, None]

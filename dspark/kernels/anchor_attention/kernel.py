@@ -78,18 +78,26 @@ def _store(base, tile, first, last, STRIDE: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
+def _masked(scores_NT, low_N, high_N, first, last):
+    """Scores of the tile that begins at ``first``: -inf where row n does not read, from low_N to before high_N."""
+    t = first + tl.arange(0, scores_NT.shape[1])
+    is_read_NT = (low_N[:, None] <= t[None, :]) & (t[None, :] < tl.minimum(high_N, last)[:, None])
+    return tl.where(is_read_NT, scores_NT, float("-inf"))
+
+
+@triton.jit
 def _attend(
-    sum_ME, most_M, total_M, q_ME, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr,
-    E: tl.constexpr, SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+    carried, rows, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
+    SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys in the online softmax. A row's largest score must be finite before a masked tile or in it."""
+    sum_ME, most_M, total_M = carried
+    q_ME = rows[0]
     E_PAD: tl.constexpr = q_ME.shape[1]
     k_JE = _rows(keys, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
     scores_MJ = tl.dot(q_ME, tl.trans(k_JE), input_precision="ieee")
     if IS_PARTIAL:
-        j = first + tl.arange(0, SIZE)
-        is_read_MJ = (low_M[:, None] <= j[None, :]) & (j[None, :] < tl.minimum(high_M, last)[:, None])
-        scores_MJ = tl.where(is_read_MJ, scores_MJ, float("-inf"))
+        scores_MJ = _masked(scores_MJ, low_M, high_M, first, last)
     now_M = tl.maximum(most_M, tl.max(scores_MJ, 1) * scale)
     shrink_M = tl.exp2(most_M - now_M)
     p_MJ = tl.exp2(scores_MJ * scale - now_M[:, None])
@@ -101,18 +109,17 @@ def _attend(
 
 @triton.jit
 def _differentiate_q(
-    dq_ME, q_ME, do_ME, lse_M, delta_M, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr,
-    E: tl.constexpr, SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+    dq_ME, rows, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
+    SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys in dQ, without the factor of the scores."""
+    q_ME, do_ME, lse_M, delta_M = rows
     E_PAD: tl.constexpr = q_ME.shape[1]
     k_JE = _rows(keys, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
     v_JE = _rows(values, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
     logs_MJ = tl.dot(q_ME, tl.trans(k_JE), input_precision="ieee") * scale - lse_M[:, None]
     if IS_PARTIAL:
-        j = first + tl.arange(0, SIZE)
-        is_read_MJ = (low_M[:, None] <= j[None, :]) & (j[None, :] < tl.minimum(high_M, last)[:, None])
-        logs_MJ = tl.where(is_read_MJ, logs_MJ, float("-inf"))
+        logs_MJ = _masked(logs_MJ, low_M, high_M, first, last)
     p_MJ = tl.exp2(logs_MJ)
     ds_MJ = p_MJ * (tl.dot(do_ME, tl.trans(v_JE), input_precision="ieee") - delta_M[:, None])
     return tl.dot(ds_MJ.to(DOT), k_JE, dq_ME, input_precision="ieee")
@@ -131,8 +138,7 @@ def _differentiate_kv(
     row_M = tl.minimum(m, last - 1) if IS_PARTIAL else m
     logs_JM = tl.dot(k_JE, tl.trans(q_ME), input_precision="ieee") * scale - tl.load(lse + row_M)[None, :]
     if IS_PARTIAL:
-        is_read_JM = (low_J[:, None] <= m[None, :]) & (m[None, :] < tl.minimum(high_J, last)[:, None])
-        logs_JM = tl.where(is_read_JM, logs_JM, float("-inf"))
+        logs_JM = _masked(logs_JM, low_J, high_J, first, last)
     p_JM = tl.exp2(logs_JM)
     ds_JM = p_JM * (tl.dot(v_JE, tl.trans(do_ME), input_precision="ieee") - tl.load(delta + row_M)[None, :])
     dv_JE = tl.dot(p_JM.to(DOT), do_ME, dv_JE, input_precision="ieee")
@@ -140,8 +146,17 @@ def _differentiate_kv(
 
 
 @triton.jit
-def _walk_of_rows(starts, anchors, first, last, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Of a tile of rows: each lane's block and interval of context; the walk, its whole tiles, and the slots read."""
+def _tile_of_rows(num_rows, HEADS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """This program's head, and where its rows begin and end: the last tile first, which has the longest walk."""
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    tile, head = _place(num_tiles, HEADS, AT_ONCE)
+    first = (num_tiles - 1 - tile) * ROWS
+    return head, first, tl.minimum(first + ROWS, num_rows)
+
+
+@triton.jit
+def _intervals(starts, anchors, first, last, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Of a tile of rows: each lane's slots and interval of context; the walk, its whole tiles, and the slots read."""
     block_M = (first + tl.minimum(tl.arange(0, ROWS), last - 1 - first)) // K
     start_M, anchor_M = tl.load(starts + block_M).to(tl.int32), tl.load(anchors + block_M).to(tl.int32)
     front, back = first // K, (last - 1) // K
@@ -151,42 +166,46 @@ def _walk_of_rows(starts, anchors, first, last, K: tl.constexpr, ROWS: tl.conste
     return block_M * K, start_M, anchor_M, context_first, whole_first, whole_last, context_last, front * K, back * K + K
 
 
+@triton.jit
+def _walk(
+    STEP: tl.constexpr, carried, rows, intervals, k, v, context_k, context_v, scale, STRIDE: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """What STEP carries, after all tiles of keys that a tile of rows reads."""
+    slot_M, start_M, anchor_M, context_first, whole_first, whole_last, context_last, own_first, own_last = intervals
+    for j in tl.range(own_first, own_last, SIZE):
+        carried = STEP(carried, rows, k, v, slot_M, slot_M + K, j, own_last, scale, STRIDE, E, SIZE, True, DOT)
+    for j in tl.range(whole_first, whole_last, SIZE):
+        carried = STEP(
+            carried, rows, context_k, context_v, start_M, anchor_M, j, whole_last, scale, STRIDE, E, SIZE, False, DOT
+        )  # fmt: skip
+    num_partial = tl.cdiv(whole_first - context_first, SIZE) + tl.cdiv(context_last - whole_last, SIZE)
+    for i in tl.range(0, num_partial):
+        j, end = _partial(i, context_first, whole_first, whole_last, context_last, SIZE)
+        carried = STEP(
+            carried, rows, context_k, context_v, start_M, anchor_M, j, end, scale, STRIDE, E, SIZE, True, DOT
+        )  # fmt: skip
+    return carried
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_kernel(
     o, lse, q, context_k, context_v, k, v, starts, anchors, num_rows, scale, HEADS: tl.constexpr, GROUP: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
     AT_ONCE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of ROWS rows, query head), the last tile first: of one document it has the longest walk."""
+    """Program (tile of ROWS rows, query head)."""
     STRIDE: tl.constexpr = HEADS // GROUP * E
-    num_tiles = tl.cdiv(num_rows, ROWS)
-    tile, head = _place(num_tiles, HEADS, AT_ONCE)
-    first = (num_tiles - 1 - tile) * ROWS
-    last = tl.minimum(first + ROWS, num_rows)
+    head, first, last = _tile_of_rows(num_rows, HEADS, ROWS, AT_ONCE)
     at = head // GROUP * E
-    slot_M, start_M, anchor_M, context_first, whole_first, whole_last, context_last, own_first, own_last = (
-        _walk_of_rows(starts, anchors, first, last, K, ROWS, SIZE)
-    )
+    intervals = _intervals(starts, anchors, first, last, K, ROWS, SIZE)
     q_ME = _rows(q + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
     sum_ME, total_M = tl.zeros((ROWS, E_PAD), tl.float32), tl.zeros((ROWS,), tl.float32)
     most_M = tl.full((ROWS,), -1e30, tl.float32)  # finite: a row's own slots may come behind a tile without them
-    for j in tl.range(own_first, own_last, SIZE):
-        sum_ME, most_M, total_M = _attend(
-            sum_ME, most_M, total_M, q_ME, k + at, v + at, slot_M, slot_M + K, j, own_last, scale, STRIDE, E, SIZE,
-            True, DOT,
-        )  # fmt: skip
-    for j in tl.range(whole_first, whole_last, SIZE):
-        sum_ME, most_M, total_M = _attend(
-            sum_ME, most_M, total_M, q_ME, context_k + at, context_v + at, start_M, anchor_M, j, whole_last, scale,
-            STRIDE, E, SIZE, False, DOT,
-        )  # fmt: skip
-    num_partial = tl.cdiv(whole_first - context_first, SIZE) + tl.cdiv(context_last - whole_last, SIZE)
-    for i in tl.range(0, num_partial):
-        j, end = _partial(i, context_first, whole_first, whole_last, context_last, SIZE)
-        sum_ME, most_M, total_M = _attend(
-            sum_ME, most_M, total_M, q_ME, context_k + at, context_v + at, start_M, anchor_M, j, end, scale, STRIDE, E,
-            SIZE, True, DOT,
-        )  # fmt: skip
+    sum_ME, most_M, total_M = _walk(
+        _attend, (sum_ME, most_M, total_M), (q_ME,), intervals, k + at, v + at, context_k + at, context_v + at, scale,
+        STRIDE, E, K, SIZE, DOT,
+    )  # fmt: skip
     _store(o + head * E, sum_ME / total_M[:, None], first, last, HEADS * E, E)
     m = first + tl.arange(0, ROWS)
     tl.store(lse + head * num_rows + m, most_M + tl.log2(total_M), mask=m < last)
@@ -200,14 +219,9 @@ def queries_kernel(
 ):  # fmt: skip
     """Program (tile of ROWS rows, query head), as forward."""
     STRIDE: tl.constexpr = HEADS // GROUP * E
-    num_tiles = tl.cdiv(num_rows, ROWS)
-    tile, head = _place(num_tiles, HEADS, AT_ONCE)
-    first = (num_tiles - 1 - tile) * ROWS
-    last = tl.minimum(first + ROWS, num_rows)
+    head, first, last = _tile_of_rows(num_rows, HEADS, ROWS, AT_ONCE)
     at, at_row = head // GROUP * E, head * num_rows
-    slot_M, start_M, anchor_M, context_first, whole_first, whole_last, context_last, own_first, own_last = (
-        _walk_of_rows(starts, anchors, first, last, K, ROWS, SIZE)
-    )
+    intervals = _intervals(starts, anchors, first, last, K, ROWS, SIZE)
     m = first + tl.arange(0, ROWS)
     do_ME = _rows(do + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
     o_ME = _rows(o + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
@@ -215,24 +229,10 @@ def queries_kernel(
     tl.store(delta + at_row + m, delta_M, mask=m < last)
     lse_M = tl.load(lse + at_row + tl.minimum(m, last - 1))
     q_ME = _rows(q + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
-    dq_ME = tl.zeros((ROWS, E_PAD), tl.float32)
-    for j in tl.range(own_first, own_last, SIZE):
-        dq_ME = _differentiate_q(
-            dq_ME, q_ME, do_ME, lse_M, delta_M, k + at, v + at, slot_M, slot_M + K, j, own_last, scale, STRIDE, E,
-            SIZE, True, DOT,
-        )  # fmt: skip
-    for j in tl.range(whole_first, whole_last, SIZE):
-        dq_ME = _differentiate_q(
-            dq_ME, q_ME, do_ME, lse_M, delta_M, context_k + at, context_v + at, start_M, anchor_M, j, whole_last,
-            scale, STRIDE, E, SIZE, False, DOT,
-        )  # fmt: skip
-    num_partial = tl.cdiv(whole_first - context_first, SIZE) + tl.cdiv(context_last - whole_last, SIZE)
-    for i in tl.range(0, num_partial):
-        j, end = _partial(i, context_first, whole_first, whole_last, context_last, SIZE)
-        dq_ME = _differentiate_q(
-            dq_ME, q_ME, do_ME, lse_M, delta_M, context_k + at, context_v + at, start_M, anchor_M, j, end, scale,
-            STRIDE, E, SIZE, True, DOT,
-        )  # fmt: skip
+    dq_ME = _walk(
+        _differentiate_q, tl.zeros((ROWS, E_PAD), tl.float32), (q_ME, do_ME, lse_M, delta_M), intervals, k + at, v + at,
+        context_k + at, context_v + at, scale, STRIDE, E, K, SIZE, DOT,
+    )  # fmt: skip
     _store(dq + head * E, dq_ME * out_scale, first, last, HEADS * E, E)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.block_attention import reference
-from dspark.kernels.checks import check, check_window
+from dspark.kernels.checks import check
 from dspark.kernels.forms import form_for
 
 
@@ -49,12 +49,11 @@ def attend(
     split's sum of exponents, -inf there.
     Raises: ValueError for another shape or dtype.
     """
-    check_window("q_THE", len(q_THE))
     num_heads, dtype = q_THE.shape[1], q_THE.dtype
     if num_splits < 1 or num_heads % len(keys_HJE):
         found = f"{num_splits} splits, {num_heads} query heads"
         raise ValueError(f"q_THE: expected a split, a multiple of {len(keys_HJE)} query heads, found {found}")
-    width = check({}, dtype, q_THE=q_THE)["E"]
+    width = check({}, dtype, is_window=True, q_THE=q_THE)["E"]
     check({"E": width}, dtype, num_strided=1, keys_HJE=keys_HJE, values_HJE=values_HJE)
     check({}, torch.int64, length_1=length_1)
     run = form_for(q_THE, reference.attend, is_chained=is_chained)

@@ -1,6 +1,6 @@
 """The residual stream over ranks: ``residual.add_norm`` with the sum of all ranks' parts, over peer memory."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from dspark.kernels.checks import check
 NUM_TURNS = 3
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One rank's memory for ``add_norm`` and ``gather``, kept for the process's life and shared by all its calls.
 
     Shapes: slots_SRPD this rank's slots, as ``empty_slots`` makes them, in memory that every rank can write; peers_R

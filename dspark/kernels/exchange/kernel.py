@@ -102,10 +102,9 @@ def receive_row(
 @triton.jit(do_not_specialize=["num_tokens", "rank", "limit_microseconds"])  # one code on all ranks
 def exchange_kernel(
     parts, weights, residual, norm_weight, new_residual, normed, peers, slots, turns, errors, eps, num_tokens, rank,
-    limit_microseconds, PARTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr, ROWS: tl.constexpr, EMPTY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr, POLLS_PER_LOOK: tl.constexpr, HAS_CLOCK: tl.constexpr, DO_PUSH: tl.constexpr,
-    DO_RECEIVE: tl.constexpr, IS_CHAINED: tl.constexpr,
+    limit_microseconds, PARTS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr,
+    ROWS: tl.constexpr, EMPTY_BITS: tl.constexpr, BLOCK: tl.constexpr, POLLS_PER_LOOK: tl.constexpr,
+    HAS_CLOCK: tl.constexpr, DO_PUSH: tl.constexpr, DO_RECEIVE: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One token's row: push the partial sum, empty the last turn's slots, gather every rank's, add and normalise."""
     sent: tl.constexpr = slots.dtype.element_ty
@@ -118,7 +117,7 @@ def exchange_kernel(
     launch.follow(IS_CHAINED)
     turn = tl.load(turns + row)
     if DO_PUSH:
-        total_D = sum_parts(parts, weights, row, row < num_tokens, column_D, is_token_D, WIDTH, PARTS, HAS_WEIGHTS)
+        total_D = sum_parts(parts, weights, row, row < num_tokens, column_D, is_token_D, WIDTH, PARTS)
         bits_D = total_D.to(sent).to(bits, bitcast=True)
         place = ((turn * RANKS + rank) * ROWS + row) * WIDTH
         push_row(bits_D, peers, place, column_D, is_token_D & (turn >= 0), rank, RANKS, EMPTY_BITS)
@@ -176,9 +175,8 @@ def add_norm(
     num_warps = warps_for(width)
     new_residual_TD, normed_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
     exchange_kernel[(len(exchange.turns_P),)](
-        parts_TKD, norm_weight_D if weights_TK is None else weights_TK, residual_TD, norm_weight_D, new_residual_TD,
-        normed_TD, eps=eps, num_tokens=num_tokens, PARTS=num_parts, HAS_WEIGHTS=weights_TK is not None,
-        num_warps=num_warps, maxnreg=registers_for(num_warps), **_shared(exchange, phases, is_chained),
+        parts_TKD, weights_TK, residual_TD, norm_weight_D, new_residual_TD, normed_TD, eps=eps, num_tokens=num_tokens,
+        PARTS=num_parts, num_warps=num_warps, maxnreg=registers_for(num_warps), **_shared(exchange, phases, is_chained),
     )  # fmt: skip
     return new_residual_TD, normed_TD
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check, check_counters, check_window
+from dspark.kernels.checks import check, check_counters
 from dspark.kernels.forms import form_for
 from dspark.kernels.head import reference
 
@@ -19,9 +19,8 @@ def greedy(
     Shapes: T in 1..16; both tensors in one dtype (the head may also be float32), contiguous in the last dimension;
     counters one int32 number or more, zero before and after. Raises ValueError otherwise.
     """
-    check_window("hidden_TD", len(hidden_TD))
     dtype, wide = hidden_TD.dtype, torch.promote_types(hidden_TD.dtype, torch.float32)
-    sizes = check({}, dtype, num_strided=1, hidden_TD=hidden_TD)
+    sizes = check({}, dtype, num_strided=1, is_window=True, hidden_TD=hidden_TD)
     check(sizes, dtype, wide, num_strided=1, head_VD=head_VD)
     check_counters(counters)
     run = form_for(hidden_TD, reference.greedy, counters=counters, is_chained=is_chained)
@@ -38,7 +37,6 @@ def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: b
     Shapes: ids int64, T in 1..16; best_RT float32 and best_ids_RT int64 [R, T], contiguous.
     Raises ValueError otherwise.
     """
-    check_window("ids_T", len(ids_T))
-    sizes = check({}, torch.int64, ids_T=ids_T, best_ids_RT=best_ids_RT)
+    sizes = check({}, torch.int64, is_window=True, ids_T=ids_T, best_ids_RT=best_ids_RT)
     check(sizes, torch.float32, best_RT=best_RT)
     return form_for(ids_T, reference.accept, is_chained=is_chained)(ids_T, best_RT, best_ids_RT)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check, check_window
+from dspark.kernels.checks import check
 from dspark.kernels.forms import form_for
 from dspark.kernels.kda import reference
 
@@ -17,10 +17,9 @@ def verify(prepared_TC: Tensor, state_HEF: Tensor, dtype: torch.dtype, *, is_cha
     and state_HEF, both in float32 (float64 on the CPU), contiguous. Returns: o_THF in ``dtype``.
     Raises: ValueError on a shape, dtype or stride that does not fit.
     """
-    check_window("prepared_TC", len(prepared_TC))
     num_heads, _, width = state_HEF.shape
     sizes = {"E": width, "C": num_heads * (5 * width + 1)}
-    check(sizes, torch.float32, torch.float64, state_HEF=state_HEF, prepared_TC=prepared_TC)
+    check(sizes, torch.float32, torch.float64, is_window=True, state_HEF=state_HEF, prepared_TC=prepared_TC)
     return form_for(prepared_TC, reference.verify, is_chained=is_chained)(prepared_TC, state_HEF, dtype)
 
 
@@ -33,10 +32,10 @@ def commit(
     Shapes: as ``prepare`` and ``verify`` take them, stacked over the layers; count_1 int64 on the tensors' device, 0..T
     (0 changes nothing). Chained: as ``verify``. Raises: ValueError as ``verify``.
     """
-    check_window("prepared_LTC", prepared_LTC.shape[1])
     num_layers, num_heads, _, width = state_LHEF.shape
     sizes = {"L": num_layers, "E": width, "C": num_heads * (5 * width + 1)}
-    sizes = check(sizes, torch.float32, torch.float64, state_LHEF=state_LHEF, prepared_LTC=prepared_LTC)
+    kinds = (torch.float32, torch.float64)
+    sizes = check(sizes, *kinds, is_window=True, state_LHEF=state_LHEF, prepared_LTC=prepared_LTC)
     check(sizes, history_LWC.dtype, num_strided=2, projected_LTC=projected_LTC)
     check({"L": num_layers, "C": 3 * num_heads * width}, history_LWC=history_LWC)
     check({}, torch.int64, count_1=count_1)

@@ -24,8 +24,7 @@ CHUNK = 64
 def step_kernel(
     base, mixed, row, w2, noise, inverse_temperature, logits, best, ids, partial, counters, first_id,
     V: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    PROGRAMS_PAD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_LOGITS: tl.constexpr, IS_CHAINED: tl.constexpr,
+    PROGRAMS_PAD: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program p: rows p * ROWS and on. A choice is one integer: its score, in an order of integers, above its row."""
     program = tl.program_id(0)
@@ -42,9 +41,9 @@ def step_kernel(
         held = held + (w,)  # noqa: RUF005
     launch.follow(IS_CHAINED)
     logit = tl.load(base + rows, mask=is_row, other=float("-inf"))  # past the end: the last, with the largest row
-    score_noise = tl.load(noise + rows, mask=is_row, other=0.0) if HAS_NOISE else 0.0
-    scale = tl.load(inverse_temperature) if HAS_TEMPERATURE else 1.0
-    mixed += tl.load(row) * RANK if HAS_ROW else 0
+    score_noise = tl.load(noise + rows, mask=is_row, other=0.0) if noise is not None else 0.0
+    scale = tl.load(inverse_temperature) if inverse_temperature is not None else 1.0
+    mixed += tl.load(row) * RANK if row is not None else 0
     for chunk in tl.static_range(0, RANK, CHUNK):
         x = tl.load(mixed + chunk + place, mask=chunk + place < RANK, other=0.0)
         mixed_chunks = mixed_chunks + (x,)  # noqa: RUF005
@@ -53,7 +52,7 @@ def step_kernel(
         products = held[i].to(tl.float32) * mixed_chunks[i].to(tl.float32)[None, :]
         sums += tl.sum(tl.reshape(products, (ROWS, CHUNK // 8, 8)), 2)
     logit += tl.sum(sums, 1)
-    if HAS_LOGITS:
+    if logits is not None:
         tl.store(logits + rows, logit, mask=is_row)
     score = logit * scale + score_noise
     score = tl.where(score == score, score, float("-inf"))
@@ -84,11 +83,8 @@ def step(
     best_1, id_1 = base_V.new_empty(1), base_V.new_empty(1, dtype=torch.int64)
     partial = torch.empty(programs, dtype=torch.int64, device=base_V.device)
     step_kernel[(programs,)](
-        base_V, mixed_NR, id_1 if row_1 is None else row_1, w2_VR, base_V if noise_V is None else noise_V,
-        base_V if inverse_temperature_1 is None else inverse_temperature_1, base_V if logits_V is None else logits_V,
-        best_1, id_1, partial, counters, first_id, V=num_rows, RANK=rank, CHUNK=chunk,
-        ROWS=rows, PROGRAMS=programs, PROGRAMS_PAD=triton.next_power_of_2(programs), HAS_ROW=row_1 is not None,
-        HAS_NOISE=noise_V is not None, HAS_TEMPERATURE=inverse_temperature_1 is not None,
-        HAS_LOGITS=logits_V is not None, num_warps=4, maxnreg=96, **launch.options(is_chained),
+        base_V, mixed_NR, row_1, w2_VR, noise_V, inverse_temperature_1, logits_V, best_1, id_1, partial, counters,
+        first_id, V=num_rows, RANK=rank, CHUNK=chunk, ROWS=rows, PROGRAMS=programs,
+        PROGRAMS_PAD=triton.next_power_of_2(programs), num_warps=4, maxnreg=96, **launch.options(is_chained),
     )  # fmt: skip
     return best_1, id_1

@@ -8,7 +8,7 @@ the plain form of whole packed sequences.
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check, check_window
+from dspark.kernels.checks import check
 from dspark.kernels.chunks import Chunks
 from dspark.kernels.forms import form_for
 from dspark.kernels.mla import reference
@@ -55,9 +55,8 @@ def absorb(
     Source: specs/ling-3.0.md section 5.
     """
     dtype, (num_heads, nope, latent), (num_rows, width) = projected_TC.dtype, keys_HEC.shape, rows_JC.shape
-    check_window("projected_TC", len(projected_TC))
     least = num_heads * (nope + width - latent) + width  # queries, then a row
-    check({"C": max(least, projected_TC.shape[-1])}, dtype, num_strided=1, projected_TC=projected_TC)
+    check({"C": max(least, projected_TC.shape[-1])}, dtype, num_strided=1, is_window=True, projected_TC=projected_TC)
     check({"C": latent}, dtype, norm_weight_C=norm_weight_C)
     check({}, dtype, num_strided=1, keys_HEC=keys_HEC)
     check({}, dtype, num_strided=1, rows_JC=rows_JC)
@@ -84,8 +83,7 @@ def attend(
     length+T-1`` but not the length nor the rows before it, which are read early.
     Raises: ValueError for another shape or dtype.
     """
-    check_window("q_THC", len(q_THC))
-    width = check({}, q_THC.dtype, q_THC=q_THC)["C"]
+    width = check({}, q_THC.dtype, is_window=True, q_THC=q_THC)["C"]
     check({"C": width}, q_THC.dtype, num_strided=1, rows_JC=rows_JC)
     check({}, torch.int64, length_1=length_1)
     if not 0 < value_width <= width or num_splits < 1:

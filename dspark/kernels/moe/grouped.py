@@ -6,7 +6,7 @@ its pick's place. Rows and columns past an end repeat the last one, so that no l
 and up columns lie side by side in the product's tile, where a thread holds both of a pair.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -61,53 +61,39 @@ def _multiply(x_ptr, w_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.cons
 
 
 @triton.jit
-def up_kernel(
-    act, inputs, weights, limits, order, tiles, J: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
+def product_kernel(
+    outputs, inputs, weights, limits, order, tiles, J: tl.constexpr, HALVES: tl.constexpr, WIDTH: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows and BLOCK_N // 2 columns of both halves."""
-    HALF: tl.constexpr = BLOCK_N // 2
-    PARTS: tl.constexpr = (INNER + HALF - 1) // HALF
+    """A tile of rows and BLOCK_N // HALVES columns of WIDTH. Up has two halves, gate and up, which become SwiGLU: it
+    reads every pick's row of J and keeps the sorted order; down reads that and writes to the picks' places.
+    """
+    COLUMNS: tl.constexpr = BLOCK_N // HALVES
+    PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     t, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     expert = tl.load(tiles + t * 3)
     if expert < 0:
         return
     first, last = tl.load(tiles + t * 3 + 1), tl.load(tiles + t * 3 + 2)
     row, n, k = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    token = tl.load(order + tl.minimum(row, last)) // J
-    x_ptr = inputs + token[:, None] * D + k[None, :]
-    of_half = (n % 2) * INNER + tl.minimum(part * HALF + n // 2, INNER - 1)
-    w_ptr = weights + expert.to(tl.int64) * (2 * INNER * D) + of_half[None, :] * D + k[:, None]
-    sum_ = _multiply(x_ptr, w_ptr, D, BLOCK_K, DOT)
-    gate, up = tl.split(tl.reshape(sum_, (BLOCK_M, HALF, 2)))
-    limit = tl.load(limits + expert)
-    gate = gate / (1.0 + tl.exp(-gate))
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    column = part * HALF + tl.arange(0, HALF)
-    seen = (row <= last)[:, None] & (column < INNER)[None, :]
-    tl.store(act + row.to(tl.int64)[:, None] * INNER + column[None, :], (gate * up).to(act.dtype.element_ty), mask=seen)
-
-
-@triton.jit
-def down_kernel(
-    outputs, act, weights, order, tiles, D: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows and BLOCK_N columns."""
-    PARTS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    t, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    expert = tl.load(tiles + t * 3)
-    if expert < 0:
-        return
-    first, last = tl.load(tiles + t * 3 + 1), tl.load(tiles + t * 3 + 2)
-    row, column, k = first + tl.arange(0, BLOCK_M), part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    pair = tl.load(order + tl.minimum(row, last))
-    x_ptr = act + tl.minimum(row, last).to(tl.int64)[:, None] * INNER + k[None, :]
-    w_ptr = weights + expert.to(tl.int64) * (D * INNER) + tl.minimum(column, D - 1)[None, :] * INNER + k[:, None]
-    sum_ = _multiply(x_ptr, w_ptr, INNER, BLOCK_K, DOT)
-    seen = (row <= last)[:, None] & (column < D)[None, :]
-    tl.store(outputs + pair[:, None] * D + column[None, :], sum_.to(outputs.dtype.element_ty), mask=seen)
+    pick = tl.load(order + tl.minimum(row, last))
+    if HALVES == 2:
+        source, target = pick // J, row.to(tl.int64)
+    else:
+        source, target = tl.minimum(row, last).to(tl.int64), pick
+    x_ptr = inputs + source[:, None] * K + k[None, :]
+    of_half = n % HALVES * WIDTH + tl.minimum(part * COLUMNS + n // HALVES, WIDTH - 1)
+    w_ptr = weights + expert.to(tl.int64) * (HALVES * WIDTH * K) + of_half[None, :] * K + k[:, None]
+    sum_ = _multiply(x_ptr, w_ptr, K, BLOCK_K, DOT)
+    if HALVES == 2:
+        gate, up = tl.split(tl.reshape(sum_, (BLOCK_M, COLUMNS, 2)))
+        limit = tl.load(limits + expert)
+        gate = gate / (1.0 + tl.exp(-gate))
+        gate = tl.where(gate > limit, limit, gate)
+        sum_ = gate * tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    seen = (row <= last)[:, None] & (column < WIDTH)[None, :]
+    tl.store(outputs + target[:, None] * WIDTH + column[None, :], sum_.to(outputs.dtype.element_ty), mask=seen)
 
 
 def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor, limits_X: Tensor) -> Tensor:
@@ -125,32 +111,30 @@ def tile_rows(order_M: Tensor, ends_X: Tensor, block_rows: int = BLOCK_ROWS) -> 
     return Tiles(order_M, tiles_T3, block_rows)
 
 
-def up(x_ND: Tensor, gate_up_XCD: Tensor, limits_X: Tensor, tiles: Tiles, **changes: Any) -> Tensor:
+def up(x_ND: Tensor, gate_up_XCD: Tensor, limits_X: Tensor, tiles: Tiles, **changes: int) -> Tensor:
     """SwiGLU of the picks' rows in the sorted order, [M, I]."""
-    (_, doubled, width), num_rows = gate_up_XCD.shape, len(tiles.order_M)
-    choice, num_inner = UP | changes, doubled // 2
-    act_MI = x_ND.new_empty(num_rows, num_inner)
-    up_kernel[(len(tiles.tiles_T3) * triton.cdiv(num_inner, choice["block_n"] // 2),)](
-        act_MI, x_ND, gate_up_XCD, limits_X, tiles.order_M, tiles.tiles_T3, J=num_rows // len(x_ND), INNER=num_inner,
-        D=width, **_shape(choice, tiles, x_ND.dtype),
-    )  # fmt: skip
+    act_MI = x_ND.new_empty(len(tiles.order_M), gate_up_XCD.shape[1] // 2)
+    _launch(act_MI, x_ND, gate_up_XCD, limits_X, tiles, 2, UP | changes)
     return act_MI
 
 
-def down(act_MI: Tensor, down_XDI: Tensor, tiles: Tiles, **changes: Any) -> Tensor:
+def down(act_MI: Tensor, down_XDI: Tensor, tiles: Tiles, **changes: int) -> Tensor:
     """The sorted rows through their experts' down matrices, in the order of the picks, [M, D]."""
-    (_, width, num_inner), choice = down_XDI.shape, DOWN | changes
-    outputs_MD = act_MI.new_empty(len(act_MI), width)
-    down_kernel[(len(tiles.tiles_T3) * triton.cdiv(width, choice["block_n"]),)](
-        outputs_MD, act_MI, down_XDI, tiles.order_M, tiles.tiles_T3, D=width, INNER=num_inner,
-        **_shape(choice, tiles, act_MI.dtype),
-    )  # fmt: skip
+    outputs_MD = act_MI.new_empty(len(act_MI), down_XDI.shape[1])
+    _launch(outputs_MD, act_MI, down_XDI, None, tiles, 1, DOWN | changes)
     return outputs_MD
 
 
-def _shape(choice: dict[str, int], tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments that both products share; in float32 a thread's products are many, so its tiles are small."""
-    if dtype == torch.float32:
+def _launch(
+    outputs: Tensor, inputs: Tensor, weights: Tensor, limits: Tensor | None, tiles: Tiles, halves: int,
+    choice: dict[str, int],
+) -> None:  # fmt: skip
+    if inputs.dtype == torch.float32:  # a thread's products are many, so its tiles are small
         choice = choice | {"block_k": 32, "num_stages": 1}
-    sizes = {"BLOCK_M": tiles.block_rows, "BLOCK_N": choice["block_n"], "BLOCK_K": choice["block_k"]}
-    return {**sizes, "DOT": launch.dot_dtype(dtype), **{x: choice[x] for x in ("num_warps", "num_stages")}}
+    width, block_n = outputs.shape[1], choice["block_n"]
+    product_kernel[(len(tiles.tiles_T3) * triton.cdiv(width, block_n // halves),)](
+        outputs, inputs, weights, limits, tiles.order_M, tiles.tiles_T3, J=len(tiles.order_M) // len(inputs),
+        HALVES=halves, WIDTH=width, K=inputs.shape[1], BLOCK_M=tiles.block_rows, BLOCK_N=block_n,
+        BLOCK_K=choice["block_k"], DOT=launch.dot_dtype(inputs.dtype), num_warps=choice["num_warps"],
+        num_stages=choice["num_stages"],
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check, check_counters, check_window
+from dspark.kernels.checks import check, check_counters
 from dspark.kernels.forms import form_for
 from dspark.kernels.projection import reference
 
@@ -70,7 +70,6 @@ def project_prepared(
 
 def _check(x_TD: Tensor, weight_CD: Tensor, counters: Tensor) -> None:
     dtype, wide = x_TD.dtype, torch.promote_types(x_TD.dtype, torch.float32)
-    check_window("x_TD", len(x_TD))
-    sizes = check({}, dtype, num_strided=1, x_TD=x_TD)
+    sizes = check({}, dtype, num_strided=1, is_window=True, x_TD=x_TD)
     sizes = check(sizes, dtype, wide, num_strided=1, weight_CD=weight_CD)
     check_counters(counters, -(-sizes["C"] // 16))

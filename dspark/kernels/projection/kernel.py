@@ -107,26 +107,30 @@ def token_tile(
 
 
 @triton.jit
-def _gated_tile(
+def _input_tile(
     o, gate, norm_weight, stride_token, stride_head, gate_stride_token, gate_stride_head, first, num_tokens, eps,
     D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """``token_tile`` of gated and normed heads: statistics and product in float32, rounded once to o's dtype."""
-    tokens = tl.arange(0, 16)[:, None, None]
-    heads = first // PADDED_WIDTH + tl.arange(0, COLUMNS // PADDED_WIDTH)[None, :, None]
-    places = tl.arange(0, PADDED_WIDTH)[None, None, :]
-    mask = (tokens < num_tokens) & (heads < D // WIDTH) & (places < WIDTH)
-    x = tl.load(o + tokens * stride_token + heads * stride_head + places, mask=mask, other=0.0).to(tl.float32)
-    at = gate + tokens * gate_stride_token + heads * gate_stride_head + places
-    logits = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(norm_weight + places, mask=places < WIDTH, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 2) / WIDTH + eps)
-    x = x * inverse[:, :, None] * scale / (1.0 + tl.exp(-logits))
-    x = x.to(o.dtype.element_ty)
-    if SLICES == 1:
-        return tl.trans(tl.reshape(x, (16, COLUMNS)))
+    """``token_tile``; with a gate of gated and normed heads: statistics and product in float32, rounded once."""
+    if gate is None:
+        return token_tile(o, stride_token, first, num_tokens, D, COLUMNS, SLICES, IS_WHOLE)
     else:
-        return tl.permute(tl.reshape(x, (16, SLICES, COLUMNS // SLICES)), (1, 2, 0))
+        tokens = tl.arange(0, 16)[:, None, None]
+        heads = first // PADDED_WIDTH + tl.arange(0, COLUMNS // PADDED_WIDTH)[None, :, None]
+        places = tl.arange(0, PADDED_WIDTH)[None, None, :]
+        mask = (tokens < num_tokens) & (heads < D // WIDTH) & (places < WIDTH)
+        x = tl.load(o + tokens * stride_token + heads * stride_head + places, mask=mask, other=0.0).to(tl.float32)
+        at = gate + tokens * gate_stride_token + heads * gate_stride_head + places
+        logits = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(norm_weight + places, mask=places < WIDTH, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 2) / WIDTH + eps)
+        x = x * inverse[:, :, None] * scale / (1.0 + tl.exp(-logits))
+        x = x.to(o.dtype.element_ty)
+        if SLICES == 1:
+            return tl.trans(tl.reshape(x, (16, COLUMNS)))
+        else:
+            return tl.permute(tl.reshape(x, (16, SLICES, COLUMNS // SLICES)), (1, 2, 0))
 
 
 @triton.jit
@@ -157,17 +161,17 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_tokens"])  # one program text for every T
 def project_kernel(
-    x, weight, y, gate, norm_weight, prepared, history, conv, a_log, dt_bias, partial, counters, num_tokens, eps,
-    lower_bound, x_stride, x_stride_head, gate_stride, gate_stride_head, weight_stride, C: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, IS_GATED: tl.constexpr, H: tl.constexpr,
-    E: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
+    x, weight, y, partial, counters, num_tokens, x_stride, weight_stride, C: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
     SPLITS: tl.constexpr, HELD: tl.constexpr, STEPS: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     POLICY: tl.constexpr, IS_WHOLE: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
-    num_stages: tl.constexpr,
+    num_stages: tl.constexpr, gate=None, norm_weight=None, eps=0.0, x_stride_head=0, gate_stride=0, gate_stride_head=0,
+    prepared=None, history=None, conv=None, a_log=None, dt_bias=None, lower_bound=0.0, H: tl.constexpr = 0,
+    E: tl.constexpr = 0, J: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (tile, share). C rows and D columns of the weight; a share has HELD + STEPS * COLUMNS padded columns.
 
-    IS_WHOLE: no column needs a mask. Not gated: WIDTH is D and x_stride_head unused. J 0: nothing is prepared.
+    IS_WHOLE: no column needs a mask. Without a gate WIDTH is D. J 0: nothing is prepared.
     """
     tile, share = tl.program_id(0), tl.program_id(1)
     rows = tl.minimum(tile * ROWS + tl.arange(0, ROWS), C - 1).to(tl.int64)  # past the end the last, not written
@@ -185,22 +189,16 @@ def project_kernel(
         for step in tl.range(0, STEPS, num_stages=num_stages):
             at = first + HELD + step * COLUMNS
             w = weight_tile(weight, weight_stride, rows, at, D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE, POLICY)
-            if IS_GATED:
-                tokens = _gated_tile(
-                    x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, at, num_tokens, eps,
-                    D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES,
-                )  # fmt: skip
-            else:
-                tokens = token_tile(x, x_stride, at, num_tokens, D, COLUMNS, SLICES, IS_WHOLE)
+            tokens = _input_tile(
+                x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, at, num_tokens, eps,
+                D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE,
+            )  # fmt: skip
             sums = tl.dot(w.to(DOT), tokens.to(DOT), sums, input_precision="ieee")
     if HELD > 0:
-        if IS_GATED:
-            tokens = _gated_tile(
-                x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, first, num_tokens, eps,
-                D, WIDTH, PADDED_WIDTH, HELD, SLICES,
-            )  # fmt: skip
-        else:
-            tokens = token_tile(x, x_stride, first, num_tokens, D, HELD, SLICES, IS_WHOLE)
+        tokens = _input_tile(
+            x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, first, num_tokens, eps,
+            D, WIDTH, PADDED_WIDTH, HELD, SLICES, IS_WHOLE,
+        )  # fmt: skip
         sums = tl.dot(held.to(DOT), tokens.to(DOT), sums, input_precision="ieee")
     if SLICES > 1:
         sums = tl.sum(sums, 0)
@@ -258,8 +256,8 @@ def project_gated(
     width = o_THF.shape[2]
     gated = {
         "gate": gate_THF, "norm_weight": norm_weight_F, "eps": eps, "WIDTH": width,
-        "PADDED_WIDTH": triton.next_power_of_2(width), "IS_GATED": True,
-        "x_stride_head": o_THF.stride(1), "gate_stride": gate_THF.stride(0), "gate_stride_head": gate_THF.stride(1),
+        "PADDED_WIDTH": triton.next_power_of_2(width), "x_stride_head": o_THF.stride(1),
+        "gate_stride": gate_THF.stride(0), "gate_stride_head": gate_THF.stride(1),
     }  # fmt: skip
     y_TC = o_THF.new_empty(len(o_THF), len(weight_CD))
     return _launch(o_THF, weight_CD, y_TC, counters, gated, is_chained, tile)
@@ -286,15 +284,12 @@ def _launch(
     x: Tensor, weight_CD: Tensor, y_TC: Tensor, counters: Tensor, extras: dict[str, Any], is_chained: bool,
     tile: Tile | None,
 ) -> Tensor:  # fmt: skip
-    """``extras``: the kernel's arguments of a gated or a prepared product, which are otherwise unused."""
+    """``extras``: the kernel's arguments of a gated or a prepared product."""
     num_tokens, (num_rows, num_columns) = x.shape[0], weight_CD.shape
-    unused = dict.fromkeys(("gate", "norm_weight", "prepared", "history", "conv", "a_log", "dt_bias"), x)
-    unused |= dict.fromkeys(("eps", "lower_bound"), 0.0)
-    unused |= dict.fromkeys(("x_stride_head", "gate_stride", "gate_stride_head", "H", "E", "J"), 0)
-    extras = unused | {"WIDTH": num_columns, "PADDED_WIDTH": num_columns, "IS_GATED": False} | extras
+    extras = {"WIDTH": num_columns, "PADDED_WIDTH": num_columns} | extras
     width, padded_width = extras["WIDTH"], extras["PADDED_WIDTH"]
     padded_columns = num_columns // width * padded_width
-    gated_width = padded_width if extras["IS_GATED"] else 0
+    gated_width = padded_width if "gate" in extras else 0
     tile = tile or tile_for(num_rows, padded_columns, weight_CD.element_size(), gated_width)
     steps, splits = shares(tile, padded_columns)
     if gated_width:

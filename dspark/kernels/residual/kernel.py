@@ -25,20 +25,17 @@ def registers_for(num_warps: int) -> int:
 
 
 @triton.jit
-def sum_parts(
-    parts, weights, row, is_token, column_D, inside_D, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-):  # fmt: skip
-    """The weighted sum of a row's parts in float32; every load comes before the first number is needed."""
+def sum_parts(parts, weights, row, is_token, column_D, inside_D, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """The sum of a row's parts in float32, weighted unless ``weights`` is None; all loads come before it."""
     parts_KD, weights_K = (), ()
     for k in tl.static_range(PARTS):
         parts_KD += (tl.load(parts + (row * PARTS + k) * WIDTH + column_D, mask=inside_D, other=0.0),)
-        if HAS_WEIGHTS:
+        if weights is not None:
             weights_K += (tl.load(weights + row * PARTS + k, mask=is_token, other=0.0),)
     total_D = tl.zeros(column_D.shape, tl.float32)
     for k in tl.static_range(PARTS):
         part_D = parts_KD[k].to(tl.float32)
-        if HAS_WEIGHTS:
+        if weights is not None:
             part_D *= weights_K[k]
         total_D += part_D
     return total_D
@@ -59,7 +56,7 @@ def finish_row(residual_D, total_D, scale_D, new_residual, normed, place_D, insi
 @triton.jit
 def add_norm_kernel(
     parts, weights, residual, norm_weight, new_residual, normed, eps, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One token's row: the weighted sum of its parts, the residual, the norm."""
     row = tl.program_id(0)
@@ -70,7 +67,7 @@ def add_norm_kernel(
     launch.wait(IS_CHAINED)
     place_D = row * WIDTH + column_D
     residual_D = tl.load(residual + place_D, mask=inside_D, other=0.0)
-    total_D = sum_parts(parts, weights, row, True, column_D, inside_D, WIDTH, PARTS, HAS_WEIGHTS)
+    total_D = sum_parts(parts, weights, row, True, column_D, inside_D, WIDTH, PARTS)
     finish_row(residual_D, total_D, scale_D, new_residual, normed, place_D, inside_D, eps, WIDTH)
 
 
@@ -101,9 +98,8 @@ def add_norm(
     num_warps = warps_for(width) if is_window else min(4, warps_for(width))
     new_residual_TD, normed_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
     add_norm_kernel[(num_tokens,)](
-        parts_TKD, norm_weight_D if weights_TK is None else weights_TK, residual_TD, norm_weight_D, new_residual_TD,
-        normed_TD, eps, WIDTH=width, PARTS=num_parts, HAS_WEIGHTS=weights_TK is not None,
-        BLOCK=triton.next_power_of_2(width), num_warps=num_warps, **launch.options(is_chained),
+        parts_TKD, weights_TK, residual_TD, norm_weight_D, new_residual_TD, normed_TD, eps, WIDTH=width,
+        PARTS=num_parts, BLOCK=triton.next_power_of_2(width), num_warps=num_warps, **launch.options(is_chained),
         **({"maxnreg": registers_for(num_warps)} if is_window else {}),
     )  # fmt: skip
     return new_residual_TD, normed_TD

@@ -8,7 +8,8 @@ anchor into the verifier's ids_T, ``update`` takes in what the target said about
     verifier = Verifier.load(target_folder, 4096, taps)
     draft = read_draft(folder, (verifier.embedding_VD, verifier.head_VD), device="cuda")
     weights = draft_weights(draft, Shard(), verifier.weights.dtype, "cuda")
-    text = list(Cycle(verifier, BlockDrafter(verifier, weights, 8)).generate(prompt_ids_T, 256, stop_ids))
+    for new_ids in Cycle(verifier, BlockDrafter(verifier, weights, 8)).rounds(prompt_ids_T):  # without end
+        ...
 """
 
 from dspark.verifier.drafting.block import BlockDrafter

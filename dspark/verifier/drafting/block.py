@@ -11,13 +11,12 @@ from dspark.errors import DraftMismatchError
 from dspark.kernels import MAX_TOKENS, block_attention, markov, projection, residual
 from dspark.layers.rotary import rotary_angles
 from dspark.types import TargetOutput
-from dspark.verifier.blocks import Chain, feed
+from dspark.verifier.blocks import Chain, Window, feed
 from dspark.verifier.calls import Caller, call, named
 from dspark.verifier.drafting.drafter import Drafts, Sampler, best_id, gather_logits, gumbel_noise
 from dspark.verifier.drafting.weights import DraftWeights
 from dspark.verifier.engine import Verifier
 from dspark.verifier.plan import PIECE_TOKENS
-from dspark.verifier.window import Window
 
 SPLIT_ROWS, PROGRAMS = 64, 264
 """A part of the context is 64 rows at least; two programs on each of 132 multiprocessors share the parts and heads."""

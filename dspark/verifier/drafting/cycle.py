@@ -1,8 +1,7 @@
 """The whole cycle on the device, enqueued a cycle ahead: the host reads every result one cycle late."""
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from itertools import chain, islice
+from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import Caller, call
 from dspark.verifier.drafting.acceptance import accept
 from dspark.verifier.drafting.drafter import Drafter, Drafts, Sampler
 from dspark.verifier.engine import Verifier, VerifierCache
 from dspark.verifier.step import Choice, Resident, choose_greedily
-from dspark.verifier.window import Window
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy, as in ``dspark.decode``."""
@@ -61,7 +60,7 @@ class Cycle(Resident[CycleOutput]):
             raise ConfigError("several ranks draw the same tokens only from generators of one seed: give them such")
         if drafter.verifier is not verifier:
             raise DraftMismatchError("this drafter was made for another verifier; make one for this")
-        self.drafter, self._sampler, self._cache = drafter, None, VerifierCache(-1)
+        self.drafter, self._sampler, self._cache = drafter, None, VerifierCache()
         device, wide = verifier.weights.device, torch.promote_types(verifier.weights.dtype, torch.float32)
         if temperature >= GREEDY_TEMPERATURE:
             self._sampler = Sampler(torch.full((1,), 1 / temperature, dtype=wide, device=device), generator)
@@ -93,19 +92,6 @@ class Cycle(Resident[CycleOutput]):
         assert drafts.logits_KV is not None
         logits_TV = call("Head", self.verifier.logits, window.hidden_TD)
         return window, *self._accept(drafts.logits_KV, logits_TV, self._sampler, call)
-
-    def generate(self, prompt_ids_T: Tensor, max_new_tokens: int, stop_ids: Collection[int] = ()) -> Iterator[int]:
-        """The text after a prompt (int64, at least one id) up to a stop token, which belongs to it, token by token.
-        Raises: ConfigError when prompt, text and two windows exceed the capacity: so no cycle can run out of memory.
-        """
-        needed = len(prompt_ids_T) + max_new_tokens + 2 * self.num_tokens
-        capacity = self.verifier.buffers.capacity_tokens
-        if needed > capacity:
-            raise ConfigError(f"the text needs room for {needed} tokens, the verifier has {capacity}; make it larger")
-        for new_id in islice(chain.from_iterable(self.rounds(prompt_ids_T)), max_new_tokens):
-            yield new_id
-            if new_id in stop_ids:
-                return
 
     def rounds(self, prompt_ids_T: Tensor) -> Iterator[list[int]]:
         """The prefill's new id, then every cycle's new ids, without end; the next cycle is enqueued before each.

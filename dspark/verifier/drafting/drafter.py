@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from dspark.types import TargetOutput
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import Caller
 from dspark.verifier.engine import Verifier
 from dspark.verifier.step import Choice, accept_best
-from dspark.verifier.window import Window
 
 
 class Sampler(NamedTuple):
@@ -44,18 +44,15 @@ class Drafter(Protocol):
         """Take in what the target said about a prompt, in place of what was there: rows of the positions from 0 on, of
         any number, and the id that follows each (int64, on the device).
         """
-        ...
 
     def draft(self, sampler: Sampler | None, call: Caller) -> Drafts:
         """Put drafts into the verifier's ids_T[1 .. num_drafts], after the anchor ids_T[0]; greedy ones for None."""
-        ...
 
     def update(self, window: Window, start_1: Tensor, count_1: Tensor, call: Caller) -> None:
         """Take in the first count_1 of a window's 1..16 tokens, committed at positions from start_1 on (int64 both).
         ids_T holds the id after the committed tokens, then the window's tokens from its second on: the id that follows
         row t is ids_T[t + 1], and ids_T[0] for the last committed row.
         """
-        ...
 
 
 class NoDrafter:

@@ -7,14 +7,13 @@ from torch.nn import functional
 from dspark.errors import DraftMismatchError
 from dspark.kernels import MAX_TOKENS, head, projection, residual
 from dspark.types import TargetOutput
-from dspark.verifier.blocks import Chain, feed, latent_attention
+from dspark.verifier.blocks import Chain, Window, feed, latent_attention
 from dspark.verifier.calls import Caller, named
 from dspark.verifier.drafting.drafter import Drafts, Sampler, best_id, gather_logits, gumbel_noise
 from dspark.verifier.engine import Verifier
 from dspark.verifier.plan import PIECE_TOKENS
 from dspark.verifier.reading import read_mtp
 from dspark.verifier.weights import MtpWeights
-from dspark.verifier.window import Window
 
 RING = 2 * MAX_TOKENS
 

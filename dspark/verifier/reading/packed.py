@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -11,8 +11,7 @@ from dspark.target.config import load_target_config
 from dspark.types import TargetOutput
 from dspark.verifier.plan import check_device, check_parts, free_bytes, make_reading_plan
 from dspark.verifier.ranks import ALONE, Ranks
-from dspark.verifier.reading.blocks import wide_product
-from dspark.verifier.reading.passes import read_packed
+from dspark.verifier.reading.passes import read_packed, wide_product
 from dspark.verifier.sharding import load_weights
 from dspark.verifier.weights import Dtypes, Shard, VerifierWeights
 
@@ -53,7 +52,7 @@ class PackedReader:
         return self.ranks.gather(self.weights.head_VD).flatten(0, 1)
 
     @torch.no_grad()
-    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[None, TargetOutput]:
+    def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[Any, TargetOutput]:
         """``read_packed``, without a cache. Raises: as that; RankError for a lost rank."""
         self.ranks.begin_step()
         output = read_packed(self.weights, ids, self.target_layer_ids, ranks=self.ranks)

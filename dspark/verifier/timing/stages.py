@@ -1,13 +1,12 @@
 """The stages of a recorded step: their calls, and the bytes that their times are compared with."""
 
-from collections.abc import Iterator
-
 import torch
 
 from dspark.kernels import block_attention, kda, markov, mla, moe, residual
 from dspark.verifier.calls import Call, Recorder
 from dspark.verifier.engine import Verifier
 from dspark.verifier.step import OutputT, Resident
+from dspark.verifier.weights import tensors_of
 
 
 @torch.no_grad()
@@ -38,7 +37,7 @@ def record_step(step: Resident[OutputT]) -> tuple[dict[str, list[Call]], OutputT
     output = step.take(recorder)
     for tensor, content in zip(step.memory(), before, strict=True):
         tensor.copy_(content)
-    return recorder.stages, output
+    return recorder, output
 
 
 def distinct_experts(stages: dict[str, list[Call]]) -> list[int]:
@@ -53,32 +52,24 @@ def call_bytes(call: Call, context_tokens: int) -> int:
     states. Reads the number of active experts from the device.
     """
     args = call.args
-    if call.function in (moe.up, moe.down):
+    if call.func in (moe.up, moe.down):
         inputs, weights_XCD, dispatch = args[:3]
         return int(inputs.nbytes + weights_XCD[0].nbytes * int(dispatch.num_active_1))
-    if call.function is mla.attend:
+    if call.func is mla.attend:
         q_THC, rows_JC = args[:2]
         return int(q_THC.nbytes + rows_JC[0].nbytes * (context_tokens + len(q_THC)))
-    if call.function is mla.absorb:
+    if call.func is mla.absorb:
         return int(args[0].nbytes + args[3].nbytes)
-    if call.function is residual.embed_norm:
+    if call.func is residual.embed_norm:
         ids_T, embedding_VD = args[:2]
         return int(embedding_VD[0].nbytes * len(ids_T))
-    if call.function is block_attention.attend:
+    if call.func is block_attention.attend:
         q_THE, keys_HJE = args[:2]
         return int(q_THE.nbytes + 2 * keys_HJE[:, 0].nbytes * (context_tokens + len(q_THE)))
-    if call.function is block_attention.write:
+    if call.func is block_attention.write:
         return int(2 * args[0].nbytes)
-    if call.function is markov.step:
+    if call.func is markov.step:
         base_V, _, _, w2_VR = args[:4]
         return int(base_V.nbytes + w2_VR.nbytes)
-    written = args[3].nbytes if call.function is kda.commit else 0
-    return sum(tensor.nbytes for tensor in _tensors(args) if tensor.dtype != torch.int32) + written
-
-
-def _tensors(values: object) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
+    written = args[3].nbytes if call.func is kda.commit else 0
+    return sum(tensor.nbytes for tensor in tensors_of(args) if tensor.dtype != torch.int32) + written

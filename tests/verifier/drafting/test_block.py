@@ -24,9 +24,9 @@ from dspark.kernels.residual import kernel as residual_kernel
 from dspark.target.loading import NANO_FOLDER
 from dspark.types import Proposal, TargetOutput
 from dspark.verifier import Shard, Verifier, load_weights
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import call
 from dspark.verifier.drafting import BlockDrafter, Drafts, Sampler, block, draft_weights
-from dspark.verifier.window import Window
 
 KERNELS = [
     (block_attention, block_attention_kernel, ("write", "attend", "merge")),

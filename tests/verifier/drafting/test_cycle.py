@@ -3,14 +3,14 @@
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from speculating import speculate
+from speculating import cycle_text, speculate
 from tiny import write_tiny_ling
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import chi_square_p_value
@@ -56,7 +56,7 @@ def test_greedy_text_and_rounds_are_those_of_plain_speculation(
     num_new = 12 if fields else NEW_TOKENS  # random drafts are hardly ever right: a round a token
     for prompt_T in prompts[1:] if fields else prompts:
         expected = speculate(target, draft, prompt_T.to(device), Sampling(0.0, num_new), lambda: 0.5)
-        assert list(whole.generate(prompt_T, num_new)) == expected.ids_T.tolist()
+        assert cycle_text(whole, prompt_T, num_new) == expected.ids_T.tolist()
         (first, *rounds) = itertools.islice(whole.rounds(prompt_T), 1 + len(expected.rounds))
         assert first == expected.ids_T[:1].tolist()
         assert [len(ids) for ids in rounds] == [counts.acceptance_length for counts in expected.rounds]
@@ -130,32 +130,6 @@ def test_an_update_finds_the_id_that_follows_every_committed_row(
     rounds = whole.rounds(prompts[2])
     text = [*prompts[2].tolist(), *flat([next(rounds) for _ in range(8)]), *whole.receive()]
     assert after == dict(enumerate(text[1:]))
-
-
-def test_a_text_ends_with_a_stop_token_or_at_its_length(
-    draft: DraftModel, drafter_of: Make, prompts: list[torch.Tensor]
-) -> None:
-    drafter = drafter_of(draft)
-    whole = Cycle(drafter.verifier, drafter)
-    rounds = list(itertools.islice(whole.rounds(prompts[0]), NEW_TOKENS))
-    text = flat(rounds)
-    longest = max(range(len(rounds)), key=lambda number: len(rounds[number]))
-    assert len(rounds[longest]) > 3
-    inside = rounds[longest][1]
-    for stop_ids in ({inside}, {text[0]}, {inside, rounds[1][-1]}):
-        end = next(place for place, new_id in enumerate(text) if new_id in stop_ids) + 1
-        assert list(whole.generate(prompts[0], NEW_TOKENS, stop_ids)) == text[:end]
-    for length in (1, 2, len(flat(rounds[: longest + 1])) - 1):
-        assert list(whole.generate(prompts[0], length)) == text[:length]
-
-
-def test_a_text_that_may_outgrow_the_memory_is_refused_before_it_begins(draft: DraftModel, drafter_of: Make) -> None:
-    drafter = drafter_of(draft)
-    whole, room = Cycle(drafter.verifier, drafter), CAPACITY_TOKENS - 2 * 9
-    prompt_T = random_ids(4096, room - 5)
-    assert len(list(whole.generate(prompt_T, 5))) == 5
-    with pytest.raises(ConfigError, match="needs room for 257 tokens, the verifier has 256"):
-        next(whole.generate(prompt_T, 6))
 
 
 def test_the_reserved_length_is_exact_once_all_is_read(
@@ -306,7 +280,7 @@ def test_sampled_text_has_the_law_of_the_target(
     whole = Cycle(verifier, drafter, temperature, torch.Generator().manual_seed(5))
     counts_N = torch.zeros(VOCAB**TEXT, dtype=torch.int64)
     for _ in range(100 if is_broken else 300):
-        text = whole.generate(prompt_T, TEXT)
+        text = cycle_text(whole, prompt_T, TEXT)
         counts_N[sum(new_id * VOCAB ** (TEXT - 1 - place) for place, new_id in enumerate(text))] += 1
     p_value = chi_square_p_value(counts_N, torch.tensor(list(law(verifier, prompt_T, temperature))))
     assert p_value < 1e-4 if is_broken else p_value > 1e-3
@@ -339,10 +313,10 @@ def test_a_low_temperature_is_greedy_and_a_seed_is_a_text(
     drafter = drafter_of(draft)
     device = drafter.verifier.weights.device
 
-    def write(temperature: float, seed: int, stop_ids: Collection[int] = ()) -> list[int]:
+    def write(temperature: float, seed: int) -> list[int]:
         generator = torch.Generator(device).manual_seed(seed)
         whole = Cycle(drafter.verifier, drafter, temperature, generator)
-        return list(whole.generate(prompts[1], NEW_TOKENS, stop_ids))
+        return cycle_text(whole, prompts[1], NEW_TOKENS)
 
     assert write(1e-4, 0) == write(0.0, 0)
     assert write(1.0, 1) == write(1.0, 1) != write(1.0, 2)
@@ -386,7 +360,7 @@ def test_a_damaged_target_gives_no_text(draft: DraftModel, drafter_of: Make, pro
     drafter = drafter_of(draft)
     drafter.verifier.weights.layers[3].input_norm_D[5] = torch.nan
     with pytest.raises(CheckpointError, match="not numbers"):
-        next(Cycle(drafter.verifier, drafter).generate(prompts[0], 4))
+        next(Cycle(drafter.verifier, drafter).rounds(prompts[0]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

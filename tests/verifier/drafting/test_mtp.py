@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from published import FLASH, TINY
+from speculating import cycle_text
 from tiny import write_tiny_ling
 from tokenizers import Tokenizer
 from toy import chi_square_p_value
@@ -16,6 +17,7 @@ from verifier.drafting.test_cycle import HostReads, flat, law
 from verifier.test_kernels import KERNELS
 from verifying import Pair, random_ids
 
+from data.nano.learning import mtp_hidden
 from dspark.decode.sampling import Sampling, token_probs
 from dspark.errors import ConfigError, DraftMismatchError
 from dspark.target.config import load_target_config, parse_target_config
@@ -23,11 +25,11 @@ from dspark.target.loading import NANO_FOLDER, load_target
 from dspark.target.model import LingModel, tensor_shapes
 from dspark.types import TargetOutput
 from dspark.verifier import MtpWeights, Shard, Step, Verifier, load_mtp, load_weights, make_plan, random_mtp
+from dspark.verifier.blocks import Window
 from dspark.verifier.calls import call
 from dspark.verifier.drafting import Cycle, Drafts, MtpDrafter, Sampler, mtp
 from dspark.verifier.timing import call_bytes, record_step
-from dspark.verifier.weights import allocate_mtp, tensors_of
-from dspark.verifier.window import Window
+from dspark.verifier.weights import allocate_mtp, num_bytes, tensors_of
 
 VOCAB = 320
 COUNTS = (16, 11, 1, 6, 3, 1, 2, 5)
@@ -81,7 +83,7 @@ class Text:
         """Drafts by whole passes over text and drafts, and their logits; given ids take the place of the best."""
         hidden, next_ids, logits = self.hidden, self.next_ids, []
         for slot in range(num_drafts):
-            last_D = target.mtp_hidden(next_ids, hidden, [len(next_ids)])[0][-1]
+            last_D = mtp_hidden(target, next_ids, hidden, [len(next_ids)])[-1]
             logits.append(target.logits(last_D))
             new_id = int(logits[-1].argmax()) if ids is None else ids[slot]
             hidden, next_ids = torch.cat((hidden, last_D[None])), torch.cat((next_ids, torch.tensor([new_id])))
@@ -205,8 +207,8 @@ def test_the_shipped_nano_s_layer_is_often_right(kernel_device: torch.device) ->
 def plain_text(verifier: Verifier, prompt_T: torch.Tensor, num_tokens: int) -> list[int]:
     _, output = verifier.prefill([prompt_T])
     step = Step(verifier, 1)
-    step.ids_T.copy_(verifier.logits(output.last_hidden_ND[-1:]).argmax(-1))
-    ids = [int(step.ids_T)]
+    step.verifier.ids_T[: step.num_tokens].copy_(verifier.logits(output.last_hidden_ND[-1:]).argmax(-1))
+    ids = [int(step.verifier.ids_T[: step.num_tokens])]
     while len(ids) < num_tokens:
         ids.append(int(step().next_id_1))
     return ids
@@ -218,7 +220,7 @@ def test_greedy_text_is_that_of_plain_decoding(num_drafts: int, folder: Path, ke
     whole = Cycle(drafter.verifier, drafter)
     for length in (1, 16, 37):
         prompt_T = random_ids(VOCAB, length, length)
-        assert list(whole.generate(prompt_T, 24)) == plain_text(drafter.verifier, prompt_T, 24)
+        assert cycle_text(whole, prompt_T, 24) == plain_text(drafter.verifier, prompt_T, 24)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="follows every cycle from the host")
@@ -297,7 +299,7 @@ def test_sampled_text_has_the_law_of_the_target(
     whole = Cycle(drafter.verifier, drafter, temperature, torch.Generator().manual_seed(5))
     prompt_T, counts_N = torch.tensor([2, 0, 1]), torch.zeros(64, dtype=torch.int64)
     for _ in range(200 if temperature else 20):
-        first, second, third = whole.generate(prompt_T, 3)
+        first, second, third = cycle_text(whole, prompt_T, 3)
         counts_N[first * 16 + second * 4 + third] += 1
     p_value = chi_square_p_value(counts_N, torch.tensor(list(law(drafter.verifier, prompt_T, 0.8))))
     assert p_value > 1e-3 if temperature else p_value < 1e-4
@@ -367,9 +369,9 @@ def is_mtp(name: str, config: Any) -> bool:
 def test_a_quarter_of_flash_s_layer_has_the_published_size_and_is_planned_for() -> None:
     config, shard = parse_target_config(FLASH), Shard(0, 4)
     weights = allocate_mtp(config, shard, torch.bfloat16, "meta")
-    assert weights.num_bytes == 1_559_957_504 + weights.layer.experts.limits_X.nbytes  # specs/ling-3.0.md section 10
+    assert num_bytes(weights) == 1_559_957_504 + weights.layer.experts.limits_X.nbytes  # specs/ling-3.0.md section 10
     plain, made = (make_plan(config, shard, 8192, torch.bfloat16, has_mtp=has_mtp) for has_mtp in (False, True))
-    assert made.weight_bytes - plain.weight_bytes == weights.num_bytes
+    assert made.weight_bytes - plain.weight_bytes == num_bytes(weights)
     assert made.cache_bytes - plain.cache_bytes == (8192 + 16) * 1152
 
 
