@@ -1,7 +1,6 @@
 """Several ways to decode the same prompts, side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +10,16 @@ from dspark.decode.speaking import Speaker
 from dspark.decode.teacher_forced import estimate, round_starts
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
-from dspark.eval.measure import Each, Measurement, Prompts, compare_greedy, decode_prompts, summarise
+from dspark.eval.measure import Measurement, Prompts, Texts, compare_greedy, summarise
 from dspark.eval.statistics import decoding_gap, teacher_forced_statistics
-from dspark.eval.timing import DecodedText, speedup
+from dspark.eval.timing import speedup
 from dspark.types import Target
 
 DRAFT = "draft"
 """The contender that an evaluation is about."""
 Models = tuple[Target[Any], DraftModel]
-Watch = Callable[[str, float, int], AbstractContextManager[Each]]
-"""Takes a contender's name, a temperature and how many texts there are to be; gives a context for them."""
+Decode = Callable[[str, Prompts, Sampling], Texts]
+"""What a contender, by its name, writes behind the prompts."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Contender:
 
     name: str
     measurements: tuple[Measurement, ...]
-    texts: tuple[tuple[DecodedText, ...], ...]
+    texts: tuple[Texts, ...]
 
 
 def compare(
@@ -37,23 +36,22 @@ def compare(
     pair: Models,
     prompts: Sequence[Prompts],
     plan: EvalSection,
-    random: tuple[tuple[int, ...], int],
-    watch: Watch,
+    stop_token_ids: tuple[int, ...],
+    decode: Decode,
 ) -> tuple[Contender, ...]:
-    """Decode in each way, at each temperature of the plan, the prompts that are its own; ``random`` is
-    (stop_token_ids, seed). The pair's target judges the greedy texts of ways that draft: against those of a plain way
-    before them, if there is one, else on their own. The way ``DRAFT`` is the pair's and gets what is expected of it.
+    """Decode in each way, at each temperature of the plan, the prompts that are its own. The pair's target judges the
+    greedy texts of ways that draft: against those of a plain way before them, if there is one, else on their own. The
+    way ``DRAFT`` is the pair's and gets what is expected of it.
     Raises: PromptError when every text of a way that drafts stopped at its first token.
     """
     contenders: list[Contender] = []
-    plain: list[tuple[DecodedText, ...]] = []
+    plain: list[Texts] = []
     for name, speaker in speakers.items():
-        answers: list[tuple[DecodedText, ...]] = []
+        answers: list[Texts] = []
         measurements = []
         for temperature, ids in zip(plan.temperatures, prompts, strict=True):
-            sampling = Sampling(temperature, plan.max_new_tokens, random[0], plan.top_k, plan.top_p)
-            with watch(name, temperature, len(ids)) as each:
-                texts = decode_prompts(speaker, ids, sampling, random[1], each, plan.batch_size)
+            sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
+            texts = decode(name, ids, sampling)
             measurement = summarise(", ".join(plan.tasks), temperature, texts)
             before = plain[len(answers)] if plain else None
             if speaker.is_drafting:
@@ -72,9 +70,7 @@ def compare(
     return tuple(contenders)
 
 
-def expect(
-    measurement: Measurement, pair: Models, prompts: Prompts, texts: Sequence[DecodedText], sampling: Sampling
-) -> Measurement:
+def expect(measurement: Measurement, pair: Models, prompts: Prompts, texts: Texts, sampling: Sampling) -> Measurement:
     """The measurement with what teacher forcing expects of its draft on the very texts that it decoded, block by block
     where its rounds began. Nothing is added where no block lies in a text.
     """

@@ -1,6 +1,6 @@
 """Decode a task's prompts with a draft (or plainly) and count: acceptance, speed, texts that run in circles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,15 +30,6 @@ ROWS = 256
 Prompts = Sequence[Tensor]
 """Ids, int64 [T] each."""
 Texts = Sequence[DecodedText]
-Decode = Callable[[Sequence[int]], Texts]
-"""Decodes the prompts of these numbers, as one batch."""
-Each = Callable[[Sequence[int], Decode], Texts]
-"""Is asked for the texts of a batch of prompts by their numbers and given what decodes them; may know some already."""
-
-
-def decode_all(numbers: Sequence[int], decode: Decode) -> Texts:
-    """The ``Each`` that knows none."""
-    return decode(numbers)
 
 
 @dataclass(frozen=True)
@@ -100,29 +91,29 @@ class Measurement:
         return round(self.looping_share * self.num_prompts)
 
 
-def decode_prompts(
-    speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int, each: Each = decode_all, batch_size: int = 1
-) -> tuple[DecodedText, ...]:
-    """Decode the prompts (int64 [T]), ``batch_size`` at a time in step.
+def decode_prompts(speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int) -> list[DecodedText]:
+    """Decode the prompts (int64 [T]) one after another. Raises: as ``decode_batches``."""
+    batches = ([number] for number in range(len(prompts)))
+    return [text for (text,) in decode_batches(speaker, prompts, sampling, seed, batches)]
+
+
+def decode_batches(
+    speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int, batches: Iterable[Sequence[int]]
+) -> Iterator[list[DecodedText]]:
+    """Decode the prompts (int64 [T]) of these numbers, those of a batch in step.
 
     Prompt i draws from generator (seed, i), so the texts do not depend on which other prompts are measured. On a GPU
     some tokens are decoded before the first text, for what is compiled or captured once.
     Raises: PromptError for a text without a token to draw from.
     """
-    texts: list[DecodedText] = []
     is_warm = not torch.cuda.is_available()
-
-    def decode(numbers: Sequence[int]) -> Texts:
-        nonlocal is_warm
+    for numbers in batches:
+        some = [prompts[n] for n in numbers]
         if not is_warm:
             few = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
-            listen(speaker, [prompts[n] for n in numbers], few, [row_uniforms(seed, n) for n in numbers])
+            listen(speaker, some, few, [row_uniforms(seed, n) for n in numbers])
             is_warm = True
-        return listen(speaker, [prompts[n] for n in numbers], sampling, [row_uniforms(seed, n) for n in numbers])
-
-    for start in range(0, len(prompts), batch_size):
-        texts += each(range(start, min(start + batch_size, len(prompts))), decode)
-    return tuple(texts)
+        yield listen(speaker, some, sampling, [row_uniforms(seed, n) for n in numbers])
 
 
 def listen(speaker: Speaker, prompts: Prompts, sampling: Sampling, uniforms: Sequence[Uniforms]) -> list[DecodedText]:

@@ -1,7 +1,6 @@
 """The contenders of an evaluation at work on one task: turn by turn, and the texts that are there already."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,10 +13,11 @@ from dspark.cli.terminal import text_progress
 from dspark.config import EvalSection
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
+from dspark.decode.sampling import Sampling
 from dspark.decode.speaking import Speaker
 from dspark.errors import PromptError
 from dspark.eval.comparison import Contender, compare
-from dspark.eval.measure import Decode, Each
+from dspark.eval.measure import Prompts, decode_batches
 from dspark.eval.records import Journal, TextKey
 from dspark.eval.tasks import TaskPrompts
 from dspark.eval.timing import DecodedText
@@ -43,7 +43,7 @@ class Match(NamedTuple):
         Every turn has numbers of its own: those that drew the answer before it are in the prompt already.
         """
         turns: dict[str, tuple[Contender, ...]] = {}
-        asked: list[Sequence[torch.Tensor]] = [found.ids] * len(self.plan.temperatures)
+        asked: list[Prompts] = [found.ids] * len(self.plan.temperatures)
         dialogues = [list(found.conversations)] * len(self.plan.temperatures)
         for turn in count(1):
             name = task if turn == 1 else f"{task}, turn {turn}"
@@ -56,27 +56,27 @@ class Match(NamedTuple):
             asked = [[encode_turn(chat, dialogue, positions) for dialogue in part] for part in dialogues]
         return turns
 
-    def compare(self, task: str, prompts: Sequence[Sequence[torch.Tensor]], seed: int) -> tuple[Contender, ...]:
+    def compare(self, task: str, prompts: Sequence[Prompts], seed: int) -> tuple[Contender, ...]:
         """All contenders on the prompts of every temperature."""
         plan, pair = self.plan.model_copy(update={"tasks": (task,)}), (self.models.target, self.models.draft)
-        return compare(self.speakers, pair, prompts, plan, (self.stop_token_ids, seed), partial(self.watch, task))
+        return compare(self.speakers, pair, prompts, plan, self.stop_token_ids, partial(self.decode, task, seed))
 
-    @contextmanager
-    def watch(self, task: str, name: str, temperature: float, total: int) -> Iterator[Each]:
+    def decode(self, task: str, seed: int, name: str, prompts: Prompts, sampling: Sampling) -> list[DecodedText]:
         """As ``compare`` asks for it."""
-        with text_progress(f"{task}, {name}, T = {temperature:g}", total, self.is_shown) as advance:
-
-            def each(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
-                keys = [TextKey(task, temperature, name, number) for number in numbers]
-                if lacking := [key for key in keys if key not in self.journal.texts]:
-                    for key, text in zip(lacking, decode([key.prompt_index for key in lacking]), strict=True):
-                        self.journal.append(key, text)
-                found = [self.journal.texts[key] for key in keys]
-                for text in found:
+        texts, size = self.journal.texts, self.plan.batch_size
+        keys = [TextKey(task, sampling.temperature, name, number) for number in range(len(prompts))]
+        parts = (keys[start : start + size] for start in range(0, len(keys), size))
+        lacking = list(filter(None, ([key for key in part if key not in texts] for part in parts)))
+        numbers = [[key.prompt_index for key in batch] for batch in lacking]
+        with text_progress(f"{task}, {name}, T = {sampling.temperature:g}", len(keys), self.is_shown) as advance:
+            for known in filter(None, map(texts.get, keys)):
+                advance(known)
+            decoded = decode_batches(self.speakers[name], prompts, sampling, seed, numbers)
+            for batch, found in zip(lacking, decoded, strict=True):
+                for key, text in zip(batch, found, strict=True):
+                    self.journal.append(key, text)
                     advance(text)
-                return found
-
-            yield each
+        return [texts[key] for key in keys]
 
 
 def encode_turn(chat: ChatFormat, dialogue: Conversation, positions: int) -> torch.Tensor:
