@@ -18,12 +18,11 @@ from dspark.config import EvalSection, TargetSection
 from dspark.data.chat import ChatFormat
 from dspark.decode.engine import SLACK_TOKENS
 from dspark.errors import ConfigError, DsparkError, PromptError
-from dspark.eval import report as tables
 from dspark.eval.comparison import DRAFT, Contender
 from dspark.eval.evaluation import REPORT_FILE, find_shared, pair_up, read_evaluation
 from dspark.eval.measure import Measurement
 from dspark.eval.records import JOURNAL_FILE, ROUNDS_FILE, Journal, open_journal, read_texts, write_rounds
-from dspark.eval.report import EvalReport, write_json
+from dspark.eval.report import EvalReport, printed, write_json
 from dspark.eval.tasks import TaskPrompts, load_prompts
 from dspark.export import read_draft
 from dspark.provenance import describe_launch
@@ -115,7 +114,9 @@ def run(ranks: Ranks, job: Job) -> None:
             others = {group[0].name: tuple(m for c in group for m in c.measurements) for group in groups}
             measured = others.pop(DRAFT)
             report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), measured, others, pairings)
-            _show(console, report, contenders, lacking)
+            slow = [name for name in job.baselines if job.engine == VERIFIER and name.partition(":")[0] in HOST]
+            for part in printed(report, slow, lacking):
+                console.print(part, highlight=False)
             if job.out is not None:
                 write_rounds(journal.texts, job.out / ROUNDS_FILE)
                 write_json(report, job.out / REPORT_FILE)
@@ -165,21 +166,3 @@ def _load(ranks: Ranks, job: Job, pair: Pair, prompts: Mapping[str, TaskPrompts]
 def _refuse_faults(everyone: Sequence[Sequence[Measurement]]) -> None:
     if n := sum(m.equality.faults for measurements in everyone for m in measurements if m.equality):
         raise DsparkError(f"{n} greedy texts are not the target's own, which no rounding explains: see A FAULT above")
-
-
-def _show(console: Console, report: EvalReport, contenders: Mapping[str, Group], lacking: Sequence[str]) -> None:
-    console.print(*tables.task_tables(report))
-    for task, group in contenders.items():
-        title = f"{report.label(task)}: {report.draft['name']} on {report.target['name']}"
-        if len(group) > 1:
-            console.print(*tables.comparison_tables(group, title))
-        console.print(*tables.speed_tables(group, f"{report.label(task)}: {report.machine()}"))
-        on_host = [c.name for c in group if c.name.partition(":")[0] in HOST]
-        if report.settings["engine"] == VERIFIER and on_host:
-            console.print(f"rounds seen through by the host, which costs time: {', '.join(on_host)}", highlight=False)
-        for line in tables.difference_lines(group):
-            console.print(line, highlight=False)
-    if report.pairings:
-        console.print(tables.pairing_table(report.pairings))
-    if lacking:
-        console.print(f"not compared, for {report.pairings[0].folder} has it not: {', '.join(lacking)}")
