@@ -1,19 +1,17 @@
 """What was measured, as JSON for machines and rich tables for people."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from rich.box import SIMPLE
 from rich.table import Table
 
 from dspark.eval.comparison import DRAFT
 from dspark.eval.measure import Measurement
 from dspark.eval.statistics import PairedComparison
+from dspark.eval.tables import render
 from dspark.files import write_whole
 
 
@@ -83,31 +81,8 @@ def printed(report: EvalReport, slow: Sequence[str] = (), lacking: Sequence[str]
         places = range(0, len(ways[0][1]), 2)
         twos = [[(name, ms[place : place + 2]) for name, ms in ways] for place in places]
         tasks.append({"label": report.label(task), "ways": ways, "twos": twos})
-    environment = Environment(
-        undefined=StrictUndefined, loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True
-    )
-    environment.filters["plain"] = printable
-    words = {"number": number, "interval": interval, "phase_columns": phase_columns, "differences": difference_lines}
-    template = environment.get_template("tables.j2", globals=words)
-    text = template.render(report=report, tasks=tasks, slow=slow, lacking=lacking)
-    return [_table(part) if "\t" in part else part for part in map(str.strip, text.split("\f")[1:])]
-
-
-def _table(text: str) -> Table:
-    """As tables.j2 writes it: a column of names, which are folded where they are long, and others."""
-    body, _, caption = text.partition("\n---\n")
-    title, head, *lines = body.split("\n")
-    first, *names = head.split("\t")
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE)
-    table.add_column(first, overflow="fold", min_width=14)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for line in lines:
-        if line:
-            table.add_row(*line.split("\t"))
-        else:
-            table.add_section()
-    return table
+    words = {"phase_columns": phase_columns, "differences": difference_lines, "slow": slow, "lacking": lacking}
+    return render(Path(__file__).with_name("tables.j2"), report=report, tasks=tasks, **words)
 
 
 PHASES = (("prefill",), ("draft",), ("verify", "cycle"), ("commit", "update"), ("other",))
@@ -129,18 +104,3 @@ def difference_lines(everyone: Mapping[str, Sequence[Measurement]], limit: int =
         for d, name, m in found[:limit]
     ]
     return lines + [f"and {len(found) - limit} more"] * (len(found) > limit)
-
-
-def printable(name: str) -> str:
-    """A name in one line; what cannot be shown in it is a question mark."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
-
-
-def number(value: float | None) -> str:
-    """Two decimals, or a dash where there is nothing to say."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
-
-
-def interval(bounds: tuple[float, float]) -> str:
-    """An interval as text, two decimals."""
-    return f"{bounds[0]:.2f} - {bounds[1]:.2f}"

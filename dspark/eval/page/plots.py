@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
-from dspark.eval.report import printable
+from dspark.eval.tables import printable
 
 PLACE = Path(__file__).parent
 COLOURS = dict(re.findall(r"--(\w+): (#\w{6});", (PLACE / "page.css").read_text().split("@media")[0]))

@@ -20,7 +20,8 @@ from dspark.eval.page.excerpt import Piece, pieces
 from dspark.eval.page.plots import GUIDE, Interval, shorten
 from dspark.eval.page.sections import PER_ROUND, Panel, Row, Titled
 from dspark.eval.records import TextKey
-from dspark.eval.report import EvalReport, Pairing, difference_lines, interval, number
+from dspark.eval.report import EvalReport, Pairing, difference_lines
+from dspark.eval.tables import interval, number
 
 LONGEST_TOKENS = 1000
 """Of an answer that is shown."""
