@@ -1,18 +1,29 @@
 """Decode a task's prompts with a draft (or plainly) and count: acceptance, speed, texts that run in circles."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dspark.config import EvalSection
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.decode.speaking import Speaker, Stopwatch
+from dspark.decode.teacher_forced import estimate, round_starts
+from dspark.draft.model import DraftModel
+from dspark.errors import PromptError
 from dspark.eval.confidence import ConfidenceStatistics, confidence_statistics
-from dspark.eval.statistics import AcceptanceStatistics, DecodingGap, TeacherForcedStatistics, acceptance_statistics
-from dspark.eval.timing import DecodedText, Speedup, Timing, timing_statistics
+from dspark.eval.statistics import (
+    AcceptanceStatistics,
+    DecodingGap,
+    TeacherForcedStatistics,
+    acceptance_statistics,
+    decoding_gap,
+    teacher_forced_statistics,
+)
+from dspark.eval.timing import DecodedText, Speedup, Timing, speedup, timing_statistics
 from dspark.types import Target
 
 LONGEST_PERIOD_TOKENS = 64
@@ -30,6 +41,11 @@ ROWS = 256
 Prompts = Sequence[Tensor]
 """Ids, int64 [T] each."""
 Texts = Sequence[DecodedText]
+DRAFT = "draft"
+"""The contender that an evaluation is about."""
+Models = tuple[Target[Any], DraftModel]
+Decode = Callable[[str, Prompts, Sampling], Texts]
+"""What a contender, by its name, writes behind the prompts."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,56 @@ class Measurement:
     def num_looping(self) -> int:
         """Texts that end in a loop."""
         return round(self.looping_share * self.num_prompts)
+
+
+def compare(
+    speakers: Mapping[str, Speaker],
+    pair: Models,
+    prompts: Sequence[Prompts],
+    plan: EvalSection,
+    stop_token_ids: tuple[int, ...],
+    decode: Decode,
+) -> dict[str, list[Measurement]]:
+    """Decode in each way, at each temperature of the plan, the prompts that are its own. The pair's target judges the
+    greedy texts of ways that draft: against those of a plain way before them, if there is one, else on their own. The
+    way ``DRAFT`` is the pair's and gets what is expected of it.
+    Returns: of every way its measurements, one a temperature.
+    Raises: PromptError when every text of a way that drafts stopped at its first token.
+    """
+    measured: dict[str, list[Measurement]] = {}
+    plain: list[Texts] = []
+    for name, speaker in speakers.items():
+        measured[name], answers = [], list[Texts]()
+        for temperature, ids in zip(plan.temperatures, prompts, strict=True):
+            sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
+            texts = decode(name, ids, sampling)
+            measurement = summarise(", ".join(plan.tasks), temperature, texts)
+            before = plain[len(answers)] if plain else None
+            if speaker.is_drafting:
+                if not measurement.acceptance:
+                    found = f"all {len(ids)} texts stopped at their first token"
+                    raise PromptError(f"{found}; use prompts that the target answers")
+                equality = compare_greedy(pair[0], ids, texts, sampling, before) if sampling.is_greedy else None
+                gain = speedup(before, texts, measurement.acceptance.num_tokens) if before else None
+                measurement = replace(measurement, equality=equality, speedup=gain)
+            if name == DRAFT:
+                measurement = expect(measurement, pair, ids, texts, sampling)
+            answers.append(texts)
+            measured[name].append(measurement)
+        plain = plain if speaker.is_drafting else answers
+    return measured
+
+
+def expect(measurement: Measurement, pair: Models, prompts: Prompts, texts: Texts, sampling: Sampling) -> Measurement:
+    """The measurement with what teacher forcing expects of its draft on the very texts that it decoded, block by block
+    where its rounds began. Nothing is added where no block lies in a text.
+    """
+    both = zip(prompts, texts, strict=True)
+    found = [estimate(*pair, ids_T, text.ids_T, sampling, round_starts(text.rounds)) for ids_T, text in both]
+    if not any(text.anchors for text in found):
+        return measurement
+    gap = decoding_gap(found, [text.rounds for text in texts])
+    return replace(measurement, teacher_forced=teacher_forced_statistics(found), decoding_gap=gap)
 
 
 def decode_prompts(speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int) -> list[DecodedText]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from dspark.eval.comparison import DRAFT
-from dspark.eval.measure import Measurement
+from dspark.eval.measure import DRAFT, Measurement
 from dspark.eval.statistics import PairedComparison
 from dspark.eval.tables import render
 from dspark.files import write_whole

@@ -43,7 +43,7 @@ def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
     }
     others = fields._asdict()
     del others["architecture"]
-    return _LAYOUT["written"] | own | others | config.model_dump(mode="json")
+    return {**_LAYOUT["written"], **own, **others, **config.model_dump(mode="json")}
 
 
 def read_draft_config(folder: Path) -> DraftConfig:

@@ -19,8 +19,16 @@ from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.decode.speaking import Speaker
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
-from dspark.eval.comparison import Contender, compare
-from dspark.eval.measure import Difference, compare_greedy, decode_batches, decode_prompts, is_looping, summarise
+from dspark.eval.measure import (
+    Difference,
+    Measurement,
+    compare,
+    compare_greedy,
+    decode_batches,
+    decode_prompts,
+    is_looping,
+    summarise,
+)
 from dspark.eval.timing import DecodedText
 
 PROMPTS = [torch.tensor([3, 1, 4]), torch.tensor([1, 5]), torch.tensor([9])]
@@ -132,7 +140,7 @@ def test_a_text_that_left_its_loop_to_stop_does_not_loop() -> None:
 
 def compared(
     pair: tuple[TableTarget, DraftModel], *temperatures: float, stop_token_ids: tuple[int, ...] = (), plain: bool = True
-) -> tuple[Contender, ...]:
+) -> dict[str, list[Measurement]]:
     """Plain decoding, lookup and the draft on the toy prompts."""
     target, draft = pair
     ways: dict[str, Speaker] = {"plain": PlainSpeaker(target)} if plain else {}
@@ -148,10 +156,10 @@ def compared(
 def test_greedy_texts_are_compared_with_plain_decoding_at_every_greedy_temperature(
     pair: tuple[TableTarget, DraftModel],
 ) -> None:
-    plain, *others = compared(pair, 1.0, 0.0, 1e-6)
-    assert [contender.name for contender in (plain, *others)] == ["plain", "ngram", "draft"]
-    for contender in others:
-        sampled, *greedy = contender.measurements
+    found = compared(pair, 1.0, 0.0, 1e-6)
+    assert list(found) == ["plain", "ngram", "draft"]
+    for name in ("ngram", "draft"):
+        sampled, *greedy = found[name]
         assert sampled.equality is None
         assert [(m.equality and m.equality.mismatches, m.acceptance is None) for m in greedy] == [(0, False)] * 2
 
@@ -164,7 +172,7 @@ def test_a_wrong_acceptance_is_a_fault_and_no_rounding(
         return len(ids_K), accept(ids_K[:0], draft[:0], target[-1:], uniforms)[1]
 
     monkeypatch.setattr(round_module, "accept", always)
-    equality = compared(pair, 0.0, plain=plain)[-1].measurements[0].equality
+    equality = compared(pair, 0.0, plain=plain)["draft"][0].equality
     assert equality is not None
     assert equality.mismatches == equality.faults == len(equality.differences) == 3
     assert all(difference.gap > equality.tie_gap for difference in equality.differences)

@@ -12,8 +12,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from dspark.decode.round import Round
-from dspark.eval.comparison import DRAFT
 from dspark.eval.evaluation import Evaluation, find_shared, pair_up
+from dspark.eval.measure import DRAFT
 from dspark.eval.page import plots as by
 from dspark.eval.page import sections as of
 from dspark.eval.page.excerpt import Piece, pieces
