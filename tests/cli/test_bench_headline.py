@@ -57,7 +57,7 @@ def test_random_weights_are_routed_evenly_and_read_at_published_lengths(
     measure: Measure, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = measure("nano", "random", "random", config_folder("ling-3.0-nano"), 2, ())
-    assert "one rank of 2, emulated" in tree["label"]
+    assert "one rank of 2, communication left out" in tree["label"]
     assert all(found["least"] > 0.5 * found["uniform"] for found in tree["routing"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("DSpark, 8")]
     lengths = [float(row[row.index("at") + 1]) for row in rows if "at" in row]

@@ -44,6 +44,13 @@ class Model:
         """The part of a rank."""
         return Shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else Shard(0, self.emulated)
 
+    def label(self, ranks: Ranks) -> str:
+        """Which part of the model is measured, in words."""
+        if ranks.world_size > 1:
+            return f"{ranks.world_size} ranks with communication, seen by the first"
+        whole = "the whole model on one GPU"
+        return f"one rank of {self.emulated}, communication left out" if self.emulated > 1 else whole
+
     def open(self, draw: Callable[..., PartT], load: Callable[..., PartT], *part: Any, device: str) -> PartT:
         """Its weights, or those of its prediction layer; ``part``: the shard and the dtypes."""
         if self.weights == RANDOM:
@@ -110,11 +117,8 @@ def run(ranks: Ranks, job: Job) -> None:
     config, device, shard = load_target_config(job.folder), torch.device(DEVICE), job.shard(ranks)
     capacity_tokens = job.context + slack_tokens(max(job.windows))
     plan = make_plan(config, shard, capacity_tokens, job.precision, device, has_mtp=job.draft == "mtp")
-    label = f"one rank of {job.emulated}, communication left out" if job.emulated > 1 else "the whole model on one GPU"
-    if ranks.world_size > 1:
-        label = f"{ranks.world_size} ranks with communication, seen by the first"
-    if wide := sorted(job.precision.float32):
-        label += f"; {' and '.join(wide)} in float32"
+    wide = sorted(job.precision.float32)
+    label = job.label(ranks) + (f"; {' and '.join(wide)} in float32" if wide else "")
     routing = "its own" if job.routing == "uniform" and job.weights != RANDOM else job.routing
     facts = {"target": job.target, "weights": job.weights, "routing": routing, "label": label, "float32": wide}
     report = Report(job.json, ranks.rank == 0, **facts, context=job.context, plan_bytes=plan.parts(), windows=[])

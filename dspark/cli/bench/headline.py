@@ -81,10 +81,7 @@ def run(ranks: Ranks, job: Job) -> None:
     capacity_tokens = prompt_tokens + new_tokens + SLACK_TOKENS
     plan = make_plan(config, shard, capacity_tokens, DTYPE, device, has_mtp=bool(job.mtp))
     plan.check(free_bytes(device), torch.cuda.get_device_name(device))
-    label = f"{ranks.world_size} ranks" if ranks.world_size > 1 else "the whole model on one GPU"
-    if job.emulated > 1:
-        label = f"one rank of {job.emulated}, emulated: their exchange is left out"
-    label += f", {torch.cuda.get_device_name(device)}, {job.weights} weights"
+    label = f"{job.label(ranks)}, {torch.cuda.get_device_name(device)}, {job.weights} weights"
     facts = asdict(job) | {"folder": job.folder.name, "json": None, "label": label, "rows": []}
     report = Report(job.json, ranks.rank == 0, **facts)
     is_random = job.weights == RANDOM
