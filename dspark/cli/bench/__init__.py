@@ -78,19 +78,16 @@ def verify(
     emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
     tokens: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "9",
     context: Annotated[int, typer.Option(min=0, max=10**7, help="Committed tokens before the window.")] = 8192,
-    routing: Annotated[
-        str, typer.Option(help="uniform, or a safetensors trace of a text: expert_ids [tokens, MoE layers, picks].")
-    ] = "uniform",
-    draft: Annotated[
-        str, typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN).")
-    ] = "",
+    routing: Annotated[str, typer.Option(help="uniform, or a file of the experts that a text visited.")] = "uniform",
+    draft: Annotated[str, typer.Option(help="Also time whole cycles with a draft: dspark, or mtp (NEXTN).")] = "",
     float32: Annotated[str, typer.Option(help="What is float32 and not bfloat16: router, head or router,head.")] = "",
-    prefill: Annotated[
-        int, typer.Option(min=0, help="Also time a prefill of so many tokens, routed by the router.")
-    ] = 0,
+    prefill: Annotated[int, typer.Option(min=0, help="Also time a prefill of so many tokens.")] = 0,
     json: Json = None,
 ) -> None:
     """Time a verify step of the fused verifier, stage by stage and whole, against this GPU's read bandwidth.
+
+    A file of experts is a safetensors trace, expert_ids [tokens, MoE layers, picks]; a prefill is routed by the router.
+    The draft named dspark is a random one of the shape that configs/TARGET.yaml has.
 
     Needs a CUDA GPU of compute capability 9.0 or later.
     """

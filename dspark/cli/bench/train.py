@@ -24,18 +24,15 @@ LOSS, BODY = ("head", "markov"), ("body", "context", "features", "attention")
 
 def train(
     config: Annotated[Path, typer.Option(help="The run, one YAML file; see configs/.", readable=False)],
-    tokens: Annotated[
-        int, typer.Option(min=2, max=10**7, help="Of every sequence, in place of record.max_tokens.")
-    ] = 4096,
-    accumulation: Annotated[
-        int, typer.Option(min=1, max=10**4, help="Micro-steps of a whole step, in place of train.accumulation_steps.")
-    ] = 4,
+    tokens: Annotated[int, typer.Option(min=2, max=10**7, help="Of every sequence.")] = 4096,
+    accumulation: Annotated[int, typer.Option(min=1, max=10**4, help="Micro-steps of a whole step.")] = 4,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
     json: Json = None,
 ) -> None:
     """Time training on made-up data of the target's size, through the code that train.py runs.
 
-    Every term of the objective is on, from the first step, unless --set says otherwise. bfloat16 with float32 weights,
+    Every term of the objective is on, from the first step, unless --set says otherwise; tokens and micro-steps stand in
+    place of record.max_tokens and train.accumulation_steps. bfloat16 with float32 weights,
     as mixed_precision bf16; where accelerate launch starts it, the precision is the one that was given there.
     Milliseconds are medians of 20 calls one behind the other, without what was compiled before; GB are all that torch's
     allocator gave out at most. A CPU has no measured peak of products and no GB.
