@@ -44,12 +44,6 @@ class EvalReport:
         found = self.settings.get("prompts", {}).get(task, {})
         return f"{task} (synthetic)" if found.get("is_synthetic") else task
 
-    def machine(self) -> str:
-        """What decoded, in words."""
-        settings, gpus = self.settings, self.provenance["hardware"]["gpus"]
-        place = f"{settings['tp']} x {gpus[0]}" if gpus and settings["device"] != "cpu" else "CPU"
-        return f"{settings['engine']} on {place}, {settings['batch_size']} at a time"
-
     def mean_acceptance_lengths(self) -> dict[str, float]:
         """Macro mean over real tasks (first turns) at each temperature, without the texts that loop, which flatter.
         Source: DeepSpec (dspark.md 7.1), which leaves no loops out.
