@@ -14,15 +14,8 @@ from dspark.decode.speaking import Speaker, Stopwatch
 from dspark.decode.teacher_forced import estimate, round_starts
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
+from dspark.eval import statistics
 from dspark.eval.confidence import ConfidenceStatistics, confidence_statistics
-from dspark.eval.statistics import (
-    AcceptanceStatistics,
-    DecodingGap,
-    TeacherForcedStatistics,
-    acceptance_statistics,
-    decoding_gap,
-    teacher_forced_statistics,
-)
 from dspark.eval.timing import DecodedText, Speedup, Timing, speedup, timing_statistics
 from dspark.types import Target
 
@@ -93,13 +86,13 @@ class Measurement:
     tokens_per_second: float
     looping_share: float
     mean_acceptance_length_without_loops: float | None
-    acceptance: AcceptanceStatistics | None
+    acceptance: statistics.AcceptanceStatistics | None
     timing: Timing
     confidence: ConfidenceStatistics | None = None
     equality: GreedyEquality | None = None
     speedup: Speedup | None = None
-    teacher_forced: TeacherForcedStatistics | None = None
-    decoding_gap: DecodingGap | None = None
+    teacher_forced: statistics.TeacherForcedStatistics | None = None
+    decoding_gap: statistics.DecodingGap | None = None
 
     @property
     def num_looping(self) -> int:
@@ -153,8 +146,8 @@ def expect(measurement: Measurement, pair: Models, prompts: Prompts, texts: Text
     found = [estimate(*pair, ids_T, text.ids_T, sampling, round_starts(text.rounds)) for ids_T, text in both]
     if not any(text.anchors for text in found):
         return measurement
-    gap = decoding_gap(found, [text.rounds for text in texts])
-    return replace(measurement, teacher_forced=teacher_forced_statistics(found), decoding_gap=gap)
+    gap = statistics.decoding_gap(found, [text.rounds for text in texts])
+    return replace(measurement, teacher_forced=statistics.teacher_forced_statistics(found), decoding_gap=gap)
 
 
 def decode_prompts(speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int) -> list[DecodedText]:
@@ -216,7 +209,7 @@ def summarise(task: str, temperature: float, texts: Texts) -> Measurement:
         tokens_per_second=timing.output_tokens_per_second,
         looping_share=sum(text.is_looping for text in texts) / len(texts),
         mean_acceptance_length_without_loops=sober_length,
-        acceptance=acceptance_statistics(rounds) if any(rounds) else None,
+        acceptance=statistics.acceptance_statistics(rounds) if any(rounds) else None,
         timing=timing,
         confidence=confidence_statistics(judged) if judged else None,
     )
