@@ -1,13 +1,19 @@
 """What the tests of reports share: four ways to decode, measured on two texts."""
 
+from typing import NamedTuple
+
 import torch
 
 from dspark.decode.round import Round
-from dspark.eval.comparison import Contender
 from dspark.eval.measure import Measurement, summarise
 from dspark.eval.timing import DecodedText
 
 CLOCK = {"prefill": 0.1, "draft": 0.1, "verify": 0.2, "other": 0.1}
+
+
+class Contender(NamedTuple):
+    name: str
+    measurements: tuple[Measurement, ...]
 
 
 def measured(temperature: float, *lengths: int) -> Measurement:
@@ -19,7 +25,7 @@ def measured(temperature: float, *lengths: int) -> Measurement:
 
 
 CONTENDERS = tuple(
-    Contender(name, tuple(measured(temperature, *lengths) for temperature in (0.0, 1.0)), ())
+    Contender(name, tuple(measured(temperature, *lengths) for temperature in (0.0, 1.0)))
     for name, lengths in {
         "plain decoding": (),
         "untrained draft": (1, 1, 2),

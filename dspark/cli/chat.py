@@ -88,52 +88,35 @@ def lines(console: Console) -> Iterator[str]:
 
 def show(console: Console, form: ChatFormat, spoken: Iterable[list[Spoken]]) -> str:
     """Print an answer as it comes, its last line and the running figures moving. Returns: the answer's text."""
-    answer = Answer(form)
+    began, ids, rounds = time.perf_counter(), list[int](), list[Round]()
+    text, line = "", Text()
     with Live(console=console, refresh_per_second=12, transient=True) as live:
         try:
             for (news,) in spoken:
-                for line in answer.take(news.ids, news.counts):
-                    console.print(line)
-                live.update(Group(answer.line, answer.figures()))
+                rounds += [news.counts] if news.counts else []
+                for slot, new_id in enumerate(news.ids):
+                    ids.append(new_id)
+                    longer = str(form.tokenizer.decode(ids, skip_special_tokens=True))
+                    if longer.endswith("\ufffd") or not longer.startswith(text):
+                        continue  # some bytes of a character are still to come
+                    is_drafted = news.counts is not None and slot < news.counts.accepted_drafts
+                    line.append(longer[len(text) :], DRAFTED if is_drafted else OWN)
+                    text = longer
+                *whole, line = line.split("\n", allow_blank=True)
+                for each in whole:
+                    console.print(each)
+                live.update(Group(line, figures(began, len(ids), rounds)))
         except KeyboardInterrupt:
             pass  # the answer ends here, the talk goes on
-    console.print(answer.line)
-    console.print(answer.figures())
-    return answer.text
+    console.print(line)
+    console.print(figures(began, len(ids), rounds))
+    return text
 
 
-class Answer:
-    """An answer in the making: its text so far, its last line, who wrote what, and its figures."""
-
-    def __init__(self, form: ChatFormat) -> None:
-        self._form, self._ids, self._rounds = form, list[int](), list[Round]()
-        self._began = time.perf_counter()
-        self.text, self.line = "", Text()
-
-    def take(self, ids: list[int], counts: Round | None) -> list[Text]:
-        """Add the new ids of a round (None: the token after the prompt). Returns: the lines that are whole now."""
-        if counts is not None:
-            self._rounds.append(counts)
-        whole: list[Text] = []
-        for slot, new_id in enumerate(ids):
-            self._ids.append(new_id)
-            text = str(self._form.tokenizer.decode(self._ids, skip_special_tokens=True))
-            if text.endswith("\ufffd") or not text.startswith(self.text):
-                continue  # some bytes of a character are still to come
-            style = DRAFTED if counts is not None and slot < counts.accepted_drafts else OWN
-            first, *others = text[len(self.text) :].split("\n")
-            self.line.append(first, style)
-            for other in others:
-                whole.append(self.line)
-                self.line = Text(other, style)
-            self.text = text
-        return whole
-
-    def figures(self) -> Text:
-        """Tokens, rounds, acceptance length and speed so far, prefill included."""
-        seconds = time.perf_counter() - self._began
-        words = f"{len(self._ids)} tokens, {len(self._ids) / seconds:.1f} a second"
-        if self._rounds:
-            length = sum(counts.acceptance_length for counts in self._rounds) / len(self._rounds)
-            words += f"; {length:.2f} a round, {len(self._rounds)} rounds"
-        return Text(words, ASIDE)
+def figures(began: float, num_tokens: int, rounds: list[Round]) -> Text:
+    """Tokens, rounds, acceptance length and speed so far, prefill included."""
+    words = f"{num_tokens} tokens, {num_tokens / (time.perf_counter() - began):.1f} a second"
+    if rounds:
+        length = sum(counts.acceptance_length for counts in rounds) / len(rounds)
+        words += f"; {length:.2f} a round, {len(rounds)} rounds"
+    return Text(words, ASIDE)

@@ -27,15 +27,15 @@ def export(
     draft: Annotated[Path | None, typer.Option(help="An exported draft to write in another form.")] = None,
     target: Annotated[str | None, typer.Option(help="Its target: a name or a folder. A run knows its own.")] = None,
     architecture: Annotated[
-        Architecture | None, typer.Option(help="Tag in config.json. [default: Ling's for a Ling target, else Qwen3's]")
+        Architecture | None, typer.Option(help="Tag in config.json.  [default: the target's]")
     ] = None,
-    with_tables: Annotated[
-        bool, typer.Option("--with-tables", help="Add the target's embedding and head, which DeepSpec needs.")
-    ] = False,
+    with_tables: Annotated[bool, typer.Option("--with-tables", help="Add the target's embedding and head.")] = False,
 ) -> None:
     """Write a draft as the Hugging Face folder laid out for SGLang, vLLM and DeepSpec.
 
     Training has already written one to TRAIN_FOLDER/draft; this writes it from a checkpoint, or in another form.
+    By the tag in config.json a runtime picks its class: Ling's for a Ling target, else Qwen3's, unless you choose.
+    DeepSpec needs the target's embedding and head beside the draft.
     """
     if (run is None) == (draft is None):
         raise ConfigError("dspark export: give either --run TRAIN_FOLDER or --draft FOLDER with --target")

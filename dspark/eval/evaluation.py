@@ -10,9 +10,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dspark.config import describe_validation
 from dspark.errors import ConfigError, RecordError
-from dspark.eval.comparison import DRAFT
-from dspark.eval.measure import Measurement
-from dspark.eval.records import JOURNAL_FILE, TextKey, read_texts
+from dspark.eval.measure import DRAFT, Measurement
+from dspark.eval.records import JOURNAL_FILE, TextKey, keys_of, read_texts
 from dspark.eval.report import EvalReport, Pairing
 from dspark.eval.statistics import compare_pairs
 from dspark.eval.timing import DecodedText
@@ -60,7 +59,7 @@ class Evaluation:
 
     def texts_of(self, contender: str, m: Measurement) -> list[DecodedText]:
         """The texts that a measurement counts, in the order of the prompts."""
-        return [self.texts[TextKey(m.task, m.temperature, contender, index)] for index in range(m.num_prompts)]
+        return [self.texts[key] for key in keys_of(m.task, m.temperature, contender, m.num_prompts)]
 
 
 def read_evaluation(folder: Path) -> Evaluation:
@@ -92,7 +91,7 @@ def _check_texts(evaluation: Evaluation) -> None:
         if [(m.task, m.temperature) for m in measurements] != measured:
             raise RecordError(f"{evaluation.folder / REPORT_FILE}: {name} was measured on other tasks; evaluate again")
         for m in measurements:
-            keys = [TextKey(m.task, m.temperature, name, index) for index in range(m.num_prompts)]
+            keys = keys_of(m.task, m.temperature, name, m.num_prompts)
             lengths = [counts.acceptance_length for key in keys if key in texts for counts in texts[key].rounds]
             expected = (m.acceptance.num_rounds, m.acceptance.num_tokens) if m.acceptance else (0, 0)
             if not keys or not texts.keys() >= set(keys) or (len(lengths), sum(lengths)) != expected:
@@ -115,7 +114,7 @@ def find_shared(there: Evaluation, of_target: Facts, settings: Facts) -> tuple[l
         for temperature in settings["temperatures"]:
             if (task, temperature) in drafted:
                 _check_alike(f"{folder}: prompts of {task}", theirs["prompts"][task], prompts, ("sha256",))
-                shared.append([TextKey(task, temperature, DRAFT, index) for index in range(prompts["count"])])
+                shared.append(keys_of(task, temperature, DRAFT, prompts["count"]))
             else:
                 lacking.append(f"{task} at T = {temperature:g}")
     if not shared:

@@ -1,18 +1,22 @@
 """Decode a task's prompts with a draft (or plainly) and count: acceptance, speed, texts that run in circles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dspark.config import EvalSection
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.decode.speaking import Speaker, Stopwatch
+from dspark.decode.teacher_forced import estimate, round_starts
+from dspark.draft.model import DraftModel
+from dspark.errors import PromptError
+from dspark.eval import statistics
 from dspark.eval.confidence import ConfidenceStatistics, confidence_statistics
-from dspark.eval.statistics import AcceptanceStatistics, DecodingGap, TeacherForcedStatistics, acceptance_statistics
-from dspark.eval.timing import DecodedText, Speedup, Timing, timing_statistics
+from dspark.eval.timing import DecodedText, Speedup, Timing, speedup, timing_statistics
 from dspark.types import Target
 
 LONGEST_PERIOD_TOKENS = 64
@@ -30,15 +34,11 @@ ROWS = 256
 Prompts = Sequence[Tensor]
 """Ids, int64 [T] each."""
 Texts = Sequence[DecodedText]
-Decode = Callable[[Sequence[int]], Texts]
-"""Decodes the prompts of these numbers, as one batch."""
-Each = Callable[[Sequence[int], Decode], Texts]
-"""Is asked for the texts of a batch of prompts by their numbers and given what decodes them; may know some already."""
-
-
-def decode_all(numbers: Sequence[int], decode: Decode) -> Texts:
-    """The ``Each`` that knows none."""
-    return decode(numbers)
+DRAFT = "draft"
+"""The contender that an evaluation is about."""
+Models = tuple[Target[Any], DraftModel]
+Decode = Callable[[str, Prompts, Sampling], Texts]
+"""What a contender, by its name, writes behind the prompts."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Measurement:
     tokens_per_second: float
     looping_share: float
     mean_acceptance_length_without_loops: float | None
-    acceptance: AcceptanceStatistics | None
+    acceptance: statistics.AcceptanceStatistics | None
     timing: Timing
     confidence: ConfidenceStatistics | None = None
     equality: GreedyEquality | None = None
     speedup: Speedup | None = None
-    teacher_forced: TeacherForcedStatistics | None = None
-    decoding_gap: DecodingGap | None = None
+    teacher_forced: statistics.TeacherForcedStatistics | None = None
+    decoding_gap: statistics.DecodingGap | None = None
 
     @property
     def num_looping(self) -> int:
@@ -100,29 +100,79 @@ class Measurement:
         return round(self.looping_share * self.num_prompts)
 
 
-def decode_prompts(
-    speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int, each: Each = decode_all, batch_size: int = 1
-) -> tuple[DecodedText, ...]:
-    """Decode the prompts (int64 [T]), ``batch_size`` at a time in step.
+def compare(
+    speakers: Mapping[str, Speaker],
+    pair: Models,
+    prompts: Sequence[Prompts],
+    plan: EvalSection,
+    stop_token_ids: tuple[int, ...],
+    decode: Decode,
+) -> dict[str, list[Measurement]]:
+    """Decode in each way, at each temperature of the plan, the prompts that are its own. The pair's target judges the
+    greedy texts of ways that draft: against those of a plain way before them, if there is one, else on their own. The
+    way ``DRAFT`` is the pair's and gets what is expected of it.
+    Returns: of every way its measurements, one a temperature.
+    Raises: PromptError when every text of a way that drafts stopped at its first token.
+    """
+    measured: dict[str, list[Measurement]] = {}
+    plain: list[Texts] = []
+    for name, speaker in speakers.items():
+        measured[name], answers = [], list[Texts]()
+        for temperature, ids in zip(plan.temperatures, prompts, strict=True):
+            sampling = Sampling(temperature, plan.max_new_tokens, stop_token_ids, plan.top_k, plan.top_p)
+            texts = decode(name, ids, sampling)
+            measurement = summarise(", ".join(plan.tasks), temperature, texts)
+            before = plain[len(answers)] if plain else None
+            if speaker.is_drafting:
+                if not measurement.acceptance:
+                    found = f"all {len(ids)} texts stopped at their first token"
+                    raise PromptError(f"{found}; use prompts that the target answers")
+                equality = compare_greedy(pair[0], ids, texts, sampling, before) if sampling.is_greedy else None
+                gain = speedup(before, texts, measurement.acceptance.num_tokens) if before else None
+                measurement = replace(measurement, equality=equality, speedup=gain)
+            if name == DRAFT:
+                measurement = expect(measurement, pair, ids, texts, sampling)
+            answers.append(texts)
+            measured[name].append(measurement)
+        plain = plain if speaker.is_drafting else answers
+    return measured
+
+
+def expect(measurement: Measurement, pair: Models, prompts: Prompts, texts: Texts, sampling: Sampling) -> Measurement:
+    """The measurement with what teacher forcing expects of its draft on the very texts that it decoded, block by block
+    where its rounds began. Nothing is added where no block lies in a text.
+    """
+    both = zip(prompts, texts, strict=True)
+    found = [estimate(*pair, ids_T, text.ids_T, sampling, round_starts(text.rounds)) for ids_T, text in both]
+    if not any(text.anchors for text in found):
+        return measurement
+    gap = statistics.decoding_gap(found, [text.rounds for text in texts])
+    return replace(measurement, teacher_forced=statistics.teacher_forced_statistics(found), decoding_gap=gap)
+
+
+def decode_prompts(speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int) -> list[DecodedText]:
+    """Decode the prompts (int64 [T]) one after another. Raises: as ``decode_batches``."""
+    batches = ([number] for number in range(len(prompts)))
+    return [text for (text,) in decode_batches(speaker, prompts, sampling, seed, batches)]
+
+
+def decode_batches(
+    speaker: Speaker, prompts: Prompts, sampling: Sampling, seed: int, batches: Iterable[Sequence[int]]
+) -> Iterator[list[DecodedText]]:
+    """Decode the prompts (int64 [T]) of these numbers, those of a batch in step.
 
     Prompt i draws from generator (seed, i), so the texts do not depend on which other prompts are measured. On a GPU
     some tokens are decoded before the first text, for what is compiled or captured once.
     Raises: PromptError for a text without a token to draw from.
     """
-    texts: list[DecodedText] = []
     is_warm = not torch.cuda.is_available()
-
-    def decode(numbers: Sequence[int]) -> Texts:
-        nonlocal is_warm
+    for numbers in batches:
+        some = [prompts[n] for n in numbers]
         if not is_warm:
             few = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
-            listen(speaker, [prompts[n] for n in numbers], few, [row_uniforms(seed, n) for n in numbers])
+            listen(speaker, some, few, [row_uniforms(seed, n) for n in numbers])
             is_warm = True
-        return listen(speaker, [prompts[n] for n in numbers], sampling, [row_uniforms(seed, n) for n in numbers])
-
-    for start in range(0, len(prompts), batch_size):
-        texts += each(range(start, min(start + batch_size, len(prompts))), decode)
-    return tuple(texts)
+        yield listen(speaker, some, sampling, [row_uniforms(seed, n) for n in numbers])
 
 
 def listen(speaker: Speaker, prompts: Prompts, sampling: Sampling, uniforms: Sequence[Uniforms]) -> list[DecodedText]:
@@ -159,7 +209,7 @@ def summarise(task: str, temperature: float, texts: Texts) -> Measurement:
         tokens_per_second=timing.output_tokens_per_second,
         looping_share=sum(text.is_looping for text in texts) / len(texts),
         mean_acceptance_length_without_loops=sober_length,
-        acceptance=acceptance_statistics(rounds) if any(rounds) else None,
+        acceptance=statistics.acceptance_statistics(rounds) if any(rounds) else None,
         timing=timing,
         confidence=confidence_statistics(judged) if judged else None,
     )

@@ -39,6 +39,11 @@ class TextKey(NamedTuple):
     prompt_index: int
 
 
+def keys_of(task: str, temperature: float, contender: str, count: int) -> list[TextKey]:
+    """Of the first prompts, in order."""
+    return [TextKey(task, temperature, contender, index) for index in range(count)]
+
+
 def write_rounds(texts: Mapping[TextKey, DecodedText], path: Path) -> None:
     """Write the rounds of all texts, a row each in the order of the texts, whole or not at all. A text without a round
     leaves no row. The folder of ``path`` exists.

@@ -19,14 +19,12 @@ from dspark.config import NonNegativeInt, PositiveInt, Section, validated
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation, read_conversations, read_rows, stream_rows
 from dspark.errors import ConfigError, PromptError
+from dspark.eval.tables import render
 
 REPOSITORY = Path(__file__).parents[2]
 TASKS = REPOSITORY / "eval" / "tasks"
-SYNTHETIC = {
-    "random": ("random:LENGTH", "ids drawn evenly from the tokenizer's ordinary vocabulary", "none needed"),
-    "long": ("long:LENGTH[:FILE]", "the held-out texts, or those of a .jsonl or .parquet FILE, joined", "of the text"),
-}
-"""How each kind is written, what its prompts are made of, and the licence of that."""
+SYNTHETIC = {"random": "random:LENGTH", "long": "long:LENGTH[:FILE]"}
+"""How each kind is written; ``tasks.j2`` says what its prompts are made of."""
 QUESTION = "What is the text above about? Answer in a few sentences."
 NUM_SYNTHETIC = 8
 """Prompts of a synthetic task when the caller does not say how many."""
@@ -160,21 +158,10 @@ def load_prompts(
     return TaskPrompts(ids, origin, is_synthetic=True)
 
 
-def describe_tasks(folder: Path = TASKS) -> Table:
+def describe_tasks() -> list[Table | str]:
     """Every task: real or synthetic, how many prompts of how many rows, its sources, licence and wording."""
-    table = Table("task", "kind", "prompts", "source", "licence", "wording", title="tasks")
-    for name in task_names(folder):
-        definition = _definition(name, folder)
-        for source in (definition, *definition.otherwise):
-            rows = source.num_rows or 0
-            measured = min(rows, definition.max_prompts or rows)
-            prompts = f"{measured:,} of {rows:,}" if measured < rows else f"{rows:,}"
-            is_first = source is definition
-            words = (name if is_first else "  otherwise", "real", prompts if rows else "-", source.origin)
-            table.add_row(*words, source.licence, definition.wording if is_first else "likewise")
-    for form, origin, licence in SYNTHETIC.values():
-        table.add_row(form.replace("[", r"\["), "synthetic", f"{NUM_SYNTHETIC} or as asked", origin, licence, "ours")
-    return table
+    tasks = {name: _definition(name, TASKS) for name in task_names()}
+    return render(Path(__file__).with_name("tasks.j2"), tasks=tasks, num_synthetic=NUM_SYNTHETIC)
 
 
 def _load(name: str, max_prompts: int | None, folder: Path) -> tuple[tuple[Conversation, ...], str]:
@@ -200,7 +187,7 @@ def _definition(name: str, folder: Path) -> TaskDefinition:
         return TaskDefinition(reads="file", source=str(Path(name).absolute()))
     path = folder / f"{name}.yaml"
     if name not in task_names(folder):
-        known = ", ".join((*task_names(folder), *(form for form, _, _ in SYNTHETIC.values())))
+        known = ", ".join((*task_names(folder), *SYNTHETIC.values()))
         raise ConfigError(f"task {name}: not known; expected one of {known}, or a .jsonl or .parquet file")
     return validated(TaskDefinition, yaml.safe_load(path.read_text(encoding="utf-8")), path)
 
@@ -280,10 +267,10 @@ def _synthetic(name: str) -> tuple[str, int, str] | None:
     length, _, file = rest.partition(":")
     is_number = length.isascii() and length.isdecimal() and len(length) <= len(str(MAX_LENGTH))
     if not is_number or not 1 <= int(length) <= MAX_LENGTH:
-        form = SYNTHETIC[kind][0]
+        form = SYNTHETIC[kind]
         raise ConfigError(f"task {name}: expected {form}, LENGTH from 1 to {MAX_LENGTH} tokens, got {length!r}")
     if file and (kind != "long" or Path(file).suffix not in {".jsonl", ".parquet"}):
-        raise ConfigError(f"task {name}: expected {SYNTHETIC[kind][0]}, FILE a .jsonl or .parquet file, got {file!r}")
+        raise ConfigError(f"task {name}: expected {SYNTHETIC[kind]}, FILE a .jsonl or .parquet file, got {file!r}")
     return kind, int(length), file
 
 

@@ -3,21 +3,13 @@
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dspark.config import DraftConfig, validated
+from dspark.config import DraftConfig, read_yaml, validated
 from dspark.errors import CheckpointError, ConfigError
 from dspark.files import read_json
 
 Architecture = Literal["LingDSparkModel", "Qwen3DSparkModel"]
 READABLE_ARCHITECTURES = ("LingDSparkModel", "Qwen3DSparkModel", "DSparkDraftModel")
-_ONLY_VALUE: dict[str, tuple[Any, ...]] = {
-    "model_type": ("qwen3",),
-    "hidden_act": ("silu", None),
-    "partial_rotary_factor": (1.0, None),
-    **dict.fromkeys(("sample_from_anchor", "rope_is_neox_style"), (True, None)),
-    **dict.fromkeys(("attention_bias", "tie_word_embeddings", "use_sliding_window"), (False, None)),
-    **dict.fromkeys(("rope_scaling", "quantization_config", "speculators_model_type", "dflash_config"), (None,)),
-}
-"""Keys of which only these values are computed; a missing key is the value None."""
+_LAYOUT = read_yaml(Path(__file__).with_name("layout.yaml"), "the layout of config.json")
 
 
 def architecture_for(target_architecture: str) -> Architecture:
@@ -38,32 +30,20 @@ class FolderFields(NamedTuple):
 
 
 def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
-    """The mapping to write as config.json. Source: specs/dspark.md 2.6 (what runtimes read at the top level).
+    """The mapping to write as config.json: ``layout.yaml`` with what differs from draft to draft.
     Raises: ConfigError when the mask token is the target's end or padding token, which a slot reads as a real one.
     """
     mask = config.mask_token_id
     if mask in (fields.eos_token_id, fields.pad_token_id):
         raise ConfigError(f"draft.mask_token_id {mask} is the target's end or padding token; choose another id")
-    # No key may be added that makes a runtime take the folder for something else (specs/dspark.md 2.6).
-    return {
+    own = {
         "architectures": [fields.architecture],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "layer_types": ["full_attention"] * config.num_hidden_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "bos_token_id": fields.bos_token_id,
-        "eos_token_id": fields.eos_token_id,
-        "pad_token_id": fields.pad_token_id,
-        "sample_from_anchor": True,
-        "num_anchors": fields.num_anchors,
-    } | config.model_dump(mode="json")
+    }
+    others = fields._asdict()
+    del others["architecture"]
+    return {**_LAYOUT["written"], **own, **others, **config.model_dump(mode="json")}
 
 
 def read_draft_config(folder: Path) -> DraftConfig:
@@ -89,7 +69,7 @@ def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:
     tags = tree.get("architectures")
     if not isinstance(tags, list) or not any(tag in READABLE_ARCHITECTURES for tag in tags):
         raise ConfigError(f"{path}: architectures is {tags}, expected one of {', '.join(READABLE_ARCHITECTURES)}")
-    for key, values in _ONLY_VALUE.items():
+    for key, values in _LAYOUT["understood"].items():
         if tree.get(key) not in values:
             raise ConfigError(f"{path}: {key} is {tree[key]!r}, only {values[0]!r} is supported in a DSpark draft")
     kinds = tree.get("layer_types") or ["full_attention"]

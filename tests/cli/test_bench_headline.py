@@ -57,11 +57,16 @@ def test_random_weights_are_routed_evenly_and_read_at_published_lengths(
     measure: Measure, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = measure("nano", "random", "random", config_folder("ling-3.0-nano"), 2, ())
-    assert "one rank of 2, emulated" in tree["label"]
+    assert "one rank of 2, communication left out" in tree["label"]
     assert all(found["least"] > 0.5 * found["uniform"] for found in tree["routing"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("DSpark, 8")]
     lengths = [float(row[row.index("at") + 1]) for row in rows if "at" in row]
     assert lengths == [3.25, 5.29, 9.0]
+    found = tree["rows"][-1]
+    first, pace = found["measurement"]["timing"]["first_token"]["median"], found["round_seconds"] / 9
+    said = [float(cell) for cell in rows[-1][4:]]
+    expected = [found["round_seconds"] * 1e3, first * 1e3, pace * 1e3, pace * 1e3, 10 / (first + 9 * pace)]
+    assert said == pytest.approx([*expected, first + 4999 * pace], rel=0.02, abs=0.6)
 
 
 @pytest.mark.parametrize(

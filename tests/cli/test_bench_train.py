@@ -18,6 +18,7 @@ from training_run import read_window, run_fields
 from typer.testing import CliRunner
 
 from dspark.cli.bench import train as door
+from dspark.cli.bench.report import Report
 from dspark.cli.main import app
 from dspark.config import RunConfig
 from dspark.distributed import start_accelerator
@@ -229,8 +230,8 @@ def test_all_rows_are_printed_and_written(config: Path, tmp_path: Path, monkeypa
 
 
 def test_a_rate_is_compared_with_the_peak(tmp_path: Path) -> None:
-    table = door.Table(None, rows=[], matmul_flops_per_second=800e12)
-    table.add("row", Timing(50.0, 40.0, 60.0, 7_000_000_000), 20 * 10**12)
+    table = Report(None, rows=[], matmul_flops_per_second=800e12)
+    door.add(table, "row", Timing(50.0, 40.0, 60.0, 7_000_000_000), 20 * 10**12)
     assert table["rows"][0]["share_of_matmul"] == pytest.approx(0.5)
 
 

@@ -17,14 +17,17 @@ from rich.console import Console
 from tiny import write_tiny_ling
 from training_run import run_fields
 
-from dspark.cli.demo import LAUNCH, TWO_PROCESSES, demo, run_stage
+from dspark.cli.demo import KEPT_MEMORY, STAGES, demo, run_stage
 from dspark.cli.main import main
-from dspark.config import load_run
+from dspark.config import load_run, read_yaml
 from dspark.eval.tasks import REPOSITORY
 from dspark.export import FolderFields, write_draft
 from dspark.target.loading import load_tables
 from dspark.train.run_folder import PROVENANCE
 from dspark.train.setup import fresh_draft
+
+TRAIN = read_yaml(STAGES, "the stages")["train"]
+LAUNCH = TRAIN["words"].partition(" train.py")[0].split()
 
 
 def write_demo(folder: Path) -> Path:
@@ -85,7 +88,7 @@ def test_workers_end_with_a_demo_that_is_killed(tmp_path: Path) -> None:
     worker.write_text(
         "import os, pathlib, time\npathlib.Path(__file__).with_name(f'{os.getpid()}.pid').touch()\ntime.sleep(120)\n"
     )
-    stage = ("train", [*LAUNCH, str(worker)], TWO_PROCESSES, Console(quiet=True))
+    stage = ("train", [*LAUNCH, str(worker)], TRAIN["settings"] | KEPT_MEMORY, Console(quiet=True))
     parent = multiprocessing.get_context("fork").Process(target=run_stage, args=stage)
     parent.start()
     pids: list[int] = []

@@ -1,7 +1,5 @@
 """What is measured is what was decoded: counts, time, loops, and texts that do not depend on their neighbours."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,12 +19,12 @@ from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.decode.speaking import Speaker
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
-from dspark.eval.comparison import Contender, compare
 from dspark.eval.measure import (
-    Decode,
     Difference,
+    Measurement,
+    compare,
     compare_greedy,
-    decode_all,
+    decode_batches,
     decode_prompts,
     is_looping,
     summarise,
@@ -57,17 +55,10 @@ def pair(dspark_golden: dict[str, Any]) -> tuple[TableTarget, DraftModel]:
 
 def test_a_measurement_pools_the_rounds_of_speculate(pair: tuple[TableTarget, DraftModel]) -> None:
     sampling = Sampling(1.0, 20)
-    seen: list[int] = []
-
-    def each(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
-        seen.extend(numbers)
-        return decode(numbers)
-
-    texts = decode_prompts(DraftSpeaker(*pair), PROMPTS, sampling, 7, each)
+    texts = decode_prompts(DraftSpeaker(*pair), PROMPTS, sampling, 7)
     measurement = summarise("toy", 1.0, texts)
     alone = [speculate(*pair, prompt, sampling, row_uniforms(7, index)) for index, prompt in enumerate(PROMPTS)]
     rounds = [counts for generation in alone for counts in generation.rounds]
-    assert seen == [0, 1, 2]
     assert (measurement.task, measurement.temperature, measurement.num_prompts) == ("toy", 1.0, 3)
     assert measurement.new_tokens == sum(len(generation.ids_T) for generation in alone) == 60
     assert measurement.tokens_per_second == pytest.approx(60 / measurement.seconds)
@@ -80,6 +71,8 @@ def test_a_prompt_says_the_same_whatever_else_is_measured(pair: tuple[TableTarge
     sampling = Sampling(1.0, 20)
     few, all_three = (decode_prompts(DraftSpeaker(*pair), PROMPTS[:count], sampling, 7) for count in (2, 3))
     assert [text.ids_T.tolist() for text in few] == [text.ids_T.tolist() for text in all_three[:2]]
+    (batch,) = decode_batches(DraftSpeaker(*pair), PROMPTS, sampling, 7, [(2, 1)])
+    assert [text.ids_T.tolist() for text in batch] == [all_three[n].ids_T.tolist() for n in (2, 1)]
     assert few[0].ids_T.tolist() != decode_prompts(DraftSpeaker(*pair), PROMPTS[:1], sampling, 8)[0].ids_T.tolist()
 
 
@@ -147,7 +140,7 @@ def test_a_text_that_left_its_loop_to_stop_does_not_loop() -> None:
 
 def compared(
     pair: tuple[TableTarget, DraftModel], *temperatures: float, stop_token_ids: tuple[int, ...] = (), plain: bool = True
-) -> tuple[Contender, ...]:
+) -> dict[str, list[Measurement]]:
     """Plain decoding, lookup and the draft on the toy prompts."""
     target, draft = pair
     ways: dict[str, Speaker] = {"plain": PlainSpeaker(target)} if plain else {}
@@ -155,16 +148,18 @@ def compared(
     ways["draft"] = DraftSpeaker(target, draft)
     plan = EvalSection(tasks=("toy",), max_new_tokens=20, temperatures=temperatures)
     prompts = [PROMPTS] * len(temperatures)
-    return compare(ways, pair, prompts, plan, (stop_token_ids, 7), lambda *_: nullcontext(decode_all))
+    return compare(
+        ways, pair, prompts, plan, stop_token_ids, lambda name, *asked: decode_prompts(ways[name], *asked, 7)
+    )
 
 
 def test_greedy_texts_are_compared_with_plain_decoding_at_every_greedy_temperature(
     pair: tuple[TableTarget, DraftModel],
 ) -> None:
-    plain, *others = compared(pair, 1.0, 0.0, 1e-6)
-    assert [contender.name for contender in (plain, *others)] == ["plain", "ngram", "draft"]
-    for contender in others:
-        sampled, *greedy = contender.measurements
+    found = compared(pair, 1.0, 0.0, 1e-6)
+    assert list(found) == ["plain", "ngram", "draft"]
+    for name in ("ngram", "draft"):
+        sampled, *greedy = found[name]
         assert sampled.equality is None
         assert [(m.equality and m.equality.mismatches, m.acceptance is None) for m in greedy] == [(0, False)] * 2
 
@@ -177,7 +172,7 @@ def test_a_wrong_acceptance_is_a_fault_and_no_rounding(
         return len(ids_K), accept(ids_K[:0], draft[:0], target[-1:], uniforms)[1]
 
     monkeypatch.setattr(round_module, "accept", always)
-    equality = compared(pair, 0.0, plain=plain)[-1].measurements[0].equality
+    equality = compared(pair, 0.0, plain=plain)["draft"][0].equality
     assert equality is not None
     assert equality.mismatches == equality.faults == len(equality.differences) == 3
     assert all(difference.gap > equality.tie_gap for difference in equality.differences)

@@ -15,7 +15,7 @@ from dspark.decode.sampling import Sampling
 from dspark.decode.teacher_forced import estimate
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
-from dspark.eval.measure import decode_prompts
+from dspark.eval.measure import decode_batches, decode_prompts
 from dspark.eval.probe import Probe, TapCost, last_answer, tap_cost
 from dspark.eval.statistics import acceptance_statistics
 from dspark.eval.tasks import load_task
@@ -71,7 +71,7 @@ def texts(pair: tuple[LingModel, DraftModel]) -> Texts:
     """Four held-out prompts with the target's own answers."""
     chat = ChatFormat(load_tokenizer(NANO_FOLDER), FACTS.stop_token_ids)
     prompts = [encode_prompt(chat, conversation) for conversation in load_task("heldout", 4)]
-    answers = decode_prompts(DraftSpeaker(*pair), prompts, SAMPLING, seed=0, batch_size=4)
+    (answers,) = decode_batches(DraftSpeaker(*pair), prompts, SAMPLING, 0, [range(4)])
     return [(prompt_T, answer.ids_T) for prompt_T, answer in zip(prompts, answers, strict=True)]
 
 

@@ -44,6 +44,13 @@ class Model:
         """The part of a rank."""
         return Shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else Shard(0, self.emulated)
 
+    def label(self, ranks: Ranks) -> str:
+        """Which part of the model is measured, in words."""
+        if ranks.world_size > 1:
+            return f"{ranks.world_size} ranks with communication, seen by the first"
+        whole = "the whole model on one GPU"
+        return f"one rank of {self.emulated}, communication left out" if self.emulated > 1 else whole
+
     def open(self, draw: Callable[..., PartT], load: Callable[..., PartT], *part: Any, device: str) -> PartT:
         """Its weights, or those of its prediction layer; ``part``: the shard and the dtypes."""
         if self.weights == RANDOM:
@@ -71,19 +78,16 @@ def verify(
     emulate_tp: Annotated[int, typer.Option(min=1, help="Measure one rank of so many, communication left out.")] = 1,
     tokens: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "9",
     context: Annotated[int, typer.Option(min=0, max=10**7, help="Committed tokens before the window.")] = 8192,
-    routing: Annotated[
-        str, typer.Option(help="uniform, or a safetensors trace of a text: expert_ids [tokens, MoE layers, picks].")
-    ] = "uniform",
-    draft: Annotated[
-        str, typer.Option(help="Also time whole cycles: dspark (random, as configs/TARGET.yaml has it) or mtp (NEXTN).")
-    ] = "",
+    routing: Annotated[str, typer.Option(help="uniform, or a file of the experts that a text visited.")] = "uniform",
+    draft: Annotated[str, typer.Option(help="Also time whole cycles with a draft: dspark, or mtp (NEXTN).")] = "",
     float32: Annotated[str, typer.Option(help="What is float32 and not bfloat16: router, head or router,head.")] = "",
-    prefill: Annotated[
-        int, typer.Option(min=0, help="Also time a prefill of so many tokens, routed by the router.")
-    ] = 0,
+    prefill: Annotated[int, typer.Option(min=0, help="Also time a prefill of so many tokens.")] = 0,
     json: Json = None,
 ) -> None:
     """Time a verify step of the fused verifier, stage by stage and whole, against this GPU's read bandwidth.
+
+    A file of experts is a safetensors trace, expert_ids [tokens, MoE layers, picks]; a prefill is routed by the router.
+    The draft named dspark is a random one of the shape that configs/TARGET.yaml has.
 
     Needs a CUDA GPU of compute capability 9.0 or later.
     """
@@ -110,11 +114,8 @@ def run(ranks: Ranks, job: Job) -> None:
     config, device, shard = load_target_config(job.folder), torch.device(DEVICE), job.shard(ranks)
     capacity_tokens = job.context + slack_tokens(max(job.windows))
     plan = make_plan(config, shard, capacity_tokens, job.precision, device, has_mtp=job.draft == "mtp")
-    label = f"one rank of {job.emulated}, communication left out" if job.emulated > 1 else "the whole model on one GPU"
-    if ranks.world_size > 1:
-        label = f"{ranks.world_size} ranks with communication, seen by the first"
-    if wide := sorted(job.precision.float32):
-        label += f"; {' and '.join(wide)} in float32"
+    wide = sorted(job.precision.float32)
+    label = job.label(ranks) + (f"; {' and '.join(wide)} in float32" if wide else "")
     routing = "its own" if job.routing == "uniform" and job.weights != RANDOM else job.routing
     facts = {"target": job.target, "weights": job.weights, "routing": routing, "label": label, "float32": wide}
     report = Report(job.json, ranks.rank == 0, **facts, context=job.context, plan_bytes=plan.parts(), windows=[])

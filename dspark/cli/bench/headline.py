@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE
-from rich.table import Column, Table
 
 from dspark.cli import bench
 from dspark.cli.bench import DEVICE, DTYPE, RANDOM, SEED, config_folder, run_file
@@ -19,6 +17,7 @@ from dspark.decode.engine import SLACK_TOKENS, CycleSpeaker
 from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError
 from dspark.eval.measure import decode_prompts, summarise
+from dspark.eval.tables import render
 from dspark.export import read_draft, read_draft_config
 from dspark.target.config import load_target_config
 from dspark.target.loading import locate_target
@@ -82,10 +81,7 @@ def run(ranks: Ranks, job: Job) -> None:
     capacity_tokens = prompt_tokens + new_tokens + SLACK_TOKENS
     plan = make_plan(config, shard, capacity_tokens, DTYPE, device, has_mtp=bool(job.mtp))
     plan.check(free_bytes(device), torch.cuda.get_device_name(device))
-    label = f"{ranks.world_size} ranks" if ranks.world_size > 1 else "the whole model on one GPU"
-    if job.emulated > 1:
-        label = f"one rank of {job.emulated}, emulated: their exchange is left out"
-    label += f", {torch.cuda.get_device_name(device)}, {job.weights} weights"
+    label = f"{job.label(ranks)}, {torch.cuda.get_device_name(device)}, {job.weights} weights"
     facts = asdict(job) | {"folder": job.folder.name, "json": None, "label": label, "rows": []}
     report = Report(job.json, ranks.rank == 0, **facts)
     is_random = job.weights == RANDOM
@@ -107,7 +103,10 @@ def run(ranks: Ranks, job: Job) -> None:
         report["rows"].append(row | {"measurement": asdict(measured)})
         report.say(f"{name}: a round takes {decoding / num_rounds * 1e3:.3f} ms")
     title = f"{job.target}, {label}; {prompt_tokens} -> {new_tokens}"
-    report.console.print(_table(report["rows"], title, is_random, new_tokens), _published())
+    sizes = {"new_tokens": new_tokens, "answer_tokens": ANSWER_TOKENS, "lengths": FIXED_LENGTHS}
+    published = read_yaml(Path(__file__).with_name("published.yaml"), "the published figures")
+    facts = {"rows": report["rows"], "title": title, "is_random": is_random, "published": published}
+    report.console.print(*render(Path(__file__).with_name("headline.j2"), **sizes, **facts))
 
 
 def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Drafter]]]:
@@ -126,40 +125,3 @@ def _ways(job: Job, verifier: Verifier) -> Iterator[tuple[str, Callable[[], Draf
     weights = draft_weights(draft, shard, DTYPE, DEVICE)
     del draft
     yield f"DSpark, {block_size}", partial(BlockDrafter, verifier, weights, block_size)
-
-
-def _table(rows: list[dict[str, Any]], title: str, is_random: bool, new_tokens: int) -> Table:
-    names = ("length", "round", "first", "TPOT", "median", "tokens/s", "answer")
-    table = Table(Column("decoding", no_wrap=True), *(Column(n, justify="right", no_wrap=True) for n in names))
-    table.title, table.title_justify, table.caption_justify, table.box = title, "left", "left", SIMPLE
-    for row in rows:
-        kind, timing, num_drafts = row["decoding"].split(",")[0], row["measurement"]["timing"], row["num_drafts"]
-        first, pace, round_seconds = timing["first_token"]["median"], timing["time_per_token"], row["round_seconds"]
-        found = row["measurement"]["acceptance"]
-        lengths = (*FIXED_LENGTHS[kind], num_drafts + 1) if is_random and num_drafts else ()
-        read = [(f"at {length:g}", round_seconds / length, round_seconds / length) for length in lengths]
-        own = f"{found['mean_acceptance_length']:.2f}" if found else "1"
-        for said, mean, median in read or [(own, pace["mean"], pace["median"])]:
-            answer = first + (ANSWER_TOKENS - 1) * mean
-            speed = new_tokens / (first + (new_tokens - 1) * mean)
-            cells = (said, f"{round_seconds * 1e3:.2f}", f"{first * 1e3:.0f}", f"{mean * 1e3:.3f}")
-            table.add_row(row["decoding"], *cells, f"{median * 1e3:.3f}", f"{speed:.0f}", f"{answer:.1f}")
-    table.caption = (
-        "decoding, and its drafts a round; length: acceptance length; milliseconds of a round, to the\n"
-        f"first token and per token (mean, median of texts); seconds of a {ANSWER_TOKENS}-token answer"
-    )
-    if is_random:
-        table.caption += (
-            "\nrandom weights, experts visited evenly: a row with a draft is a round as measured, read at\n"
-            "an acceptance length that others published, or at that of a whole window"
-        )
-    return table
-
-
-def _published() -> Table:
-    found = read_yaml(Path(__file__).with_name("published.yaml"), "the published figures")
-    table = Table(*(Column(name, no_wrap=True) for name in found["columns"]), title_justify="left", box=SIMPLE)
-    table.title, table.caption, table.caption_justify = "published by others, not measured here", found["note"], "left"
-    for row in found["rows"]:
-        table.add_row(*row)
-    return table

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dspark.cli.bench.report import Report
+from dspark.cli.bench.report import Report, line
 from dspark.verifier import Step, Verifier, timing
 from dspark.verifier.calls import Call
 from dspark.verifier.drafting import Cycle, Drafter
@@ -35,16 +35,10 @@ class Rows(NamedTuple):
             stages, eager = timing.record_step(step)
             hidden_TD.append(step().hidden_TD.clone())
             is_finite, is_equal = bool(hidden_TD[-1].isfinite().all()), torch.equal(eager.hidden_TD, hidden_TD[-1])
-            experts = timing.distinct_experts(stages)
             timed = timing.time_step(step, clock, context)
             this = found[kind] = timed._asdict() | {"is_finite": is_finite, "is_replay_equal": is_equal, "stages": []}
-            this["distinct_experts"] = experts
-            self.report.say(
-                f"{kind} launches: whole step {timed.microseconds:.0f} us, back to back "
-                f"{timed.burst_microseconds:.0f} us, {timed.num_launches} launches, "
-                f"{sum(experts) / max(len(experts), 1):.1f} experts a layer (shared one included), "
-                f"finite: {is_finite}, replay equals eager: {is_equal}"
-            )
+            this["distinct_experts"] = timing.distinct_experts(stages)
+            self.report.say(line("step", kind, this))
             self._stages(stages, this)
             this["moe_pair_microseconds"] = self._time_pairs(stages)
         found["is_chained_equal"] = torch.equal(*hidden_TD)
@@ -63,11 +57,7 @@ class Rows(NamedTuple):
             timed = timing.time_step(cycle, self.clock, context)
             parts = timing.time_parts(cycle, self.clock, context)
             this = found[f"cycle_temperature_{temperature:g}"] = timed._asdict() | {"parts": parts, "stages": []}
-            self.report.say(
-                f"cycle at temperature {temperature:g}, {drafter.num_drafts} drafts: back to back "
-                f"{timed.burst_microseconds:.0f} us, {timed.burst_microseconds - alone:+.0f} to the step alone, "
-                f"{timed.num_launches} launches; " + ", ".join(f"{name} {us:.0f}" for name, us in parts.items())
-            )
+            self.report.say(line("cycle", temperature, drafter.num_drafts, this, alone))
             names = {"Draft", "Context", "Update", "Accept", "Arg-max", "Head", "Result", "Start", "Next"}
             stages = {k: calls for k, calls in timing.record_step(cycle)[0].items() if k.split()[0] in names}
             self._stages(stages, this)
@@ -80,12 +70,7 @@ class Rows(NamedTuple):
         for num_sequences in sorted({1, min(8, num_tokens)}):
             microseconds = timing.time_prefill(self.verifier, self.clock, num_tokens, num_sequences)
             found[f"microseconds_{num_sequences}"] = microseconds
-            rate = flops / microseconds * 1e6
-            self.report.say(
-                f"prefill of {num_tokens} tokens as {num_sequences}: {microseconds / 1e3:.1f} ms, "
-                f"{num_tokens / microseconds * 1e6:.0f} tokens/s, {rate / 1e12:.0f} TFLOP/s of products with weights: "
-                f"{rate / peak:.1%} of {peak / 1e12:.0f} TFLOP/s, measured"
-            )
+            self.report.say(line("prefill", found, num_sequences))
 
     def _time_pairs(self, stages: dict[str, list[Call]]) -> float | None:
         """Microseconds of an expert product up and its product down, all layers' in turn, as a step runs them."""
@@ -101,12 +86,7 @@ class Rows(NamedTuple):
     def _stages(self, stages: dict[str, list[Call]], this: dict[str, Any]) -> None:
         for stage in timing.time_stages(self.verifier, stages, self.clock, self.context):
             this["stages"].append(stage._asdict())
-            share = stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth
-            launches = "?" if stage.num_launches is None else f"{stage.num_launches:g}"
-            self.report.say(
-                f"{stage.name:30} x{stage.num_calls:<3} {launches:>4} launches {stage.num_bytes / 1e6:9.2f} MB "
-                f"{stage.microseconds:8.2f} us {share:6.1%} {stage.microseconds * stage.num_calls:8.0f} us in all"
-            )
+            self.report.say(line("stage", stage, stage.num_bytes / stage.microseconds * 1e6 / self.bandwidth))
         rows, keys = this["stages"], ("num_bytes", "microseconds")
         this["num_bytes"], total = (sum(row[key] * row["num_calls"] for row in rows) for key in keys)
         this["floor_microseconds"] = floor = this["num_bytes"] / self.bandwidth * 1e6

@@ -8,7 +8,7 @@ import torch
 import typer
 from accelerate.utils import DistributedType
 
-from dspark.cli.bench.report import Json, Report
+from dspark.cli.bench.report import Json, Report, line
 from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.errors import ConfigError, DsparkError
@@ -24,18 +24,15 @@ LOSS, BODY = ("head", "markov"), ("body", "context", "features", "attention")
 
 def train(
     config: Annotated[Path, typer.Option(help="The run, one YAML file; see configs/.", readable=False)],
-    tokens: Annotated[
-        int, typer.Option(min=2, max=10**7, help="Of every sequence, in place of record.max_tokens.")
-    ] = 4096,
-    accumulation: Annotated[
-        int, typer.Option(min=1, max=10**4, help="Micro-steps of a whole step, in place of train.accumulation_steps.")
-    ] = 4,
+    tokens: Annotated[int, typer.Option(min=2, max=10**7, help="Of every sequence.")] = 4096,
+    accumulation: Annotated[int, typer.Option(min=1, max=10**4, help="Micro-steps of a whole step.")] = 4,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, may be repeated.")] = None,
     json: Json = None,
 ) -> None:
     """Time training on made-up data of the target's size, through the code that train.py runs.
 
-    Every term of the objective is on, from the first step, unless --set says otherwise. bfloat16 with float32 weights,
+    Every term of the objective is on, from the first step, unless --set says otherwise; tokens and micro-steps stand in
+    place of record.max_tokens and train.accumulation_steps. bfloat16 with float32 weights,
     as mixed_precision bf16; where accelerate launch starts it, the precision is the one that was given there.
     Milliseconds are medians of 20 calls one behind the other, without what was compiled before; GB are all that torch's
     allocator gave out at most. A CPU has no measured peak of products and no GB.
@@ -50,15 +47,17 @@ def train(
     facts = {"run": run.model_dump(mode="json"), "processes": accelerator.num_processes, "rows": []}
     facts["distributed"] = accelerator.distributed_type.value.lower()
     facts["mixed_precision"] = accelerator.mixed_precision
-    table = Table(json, accelerator.is_main_process, **facts)
-    table.begin(run, device)
+    report = Report(json, accelerator.is_main_process, **facts)
+    hardware = report["provenance"]["hardware"]
+    place = hardware["gpus"][device.index or 0] if device.type == "cuda" else hardware["processor"]
+    report.say(line("training", run, report, place))
     if device.type == "cuda":
-        table["matmul_flops_per_second"] = peak = matmul_flops(Clock(device))
-        table.say(f"product of two large bfloat16 matrices: {peak / 1e12:.0f} TFLOP/s")
+        report["matmul_flops_per_second"] = peak = matmul_flops(Clock(device))
+        report.say(f"product of two large bfloat16 matrices: {peak / 1e12:.0f} TFLOP/s")
         torch.cuda.empty_cache()
     sequences = run.train.batch_size * accumulation * accelerator.num_processes
     try:
-        measure(random_learner(accelerator, run), RandomRecord(run, sequences), table)
+        measure(random_learner(accelerator, run), RandomRecord(run, sequences), report)
     except torch.OutOfMemoryError as error:
         what = ". ".join(str(error).split(". ")[:2])
         raise DsparkError(f"bench train: no room on {device}: {what}; give fewer --tokens") from error
@@ -76,63 +75,36 @@ def measured_run(config: Path, tokens: int, accumulation: int, overrides: tuple[
     return load_run(config, (*before, *overrides, *after, "train.init_from=null", "train.trackers=[]"))
 
 
-def measure(learner: Learner, record: RandomRecord, table: "Table") -> None:
+def measure(learner: Learner, record: RandomRecord, report: Report) -> None:
     """All rows. DeepSpeed and FSDP, which take a step apart in their own way, have the whole step alone."""
     accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
     micro = MicroStep(learner, record)
     flops = count_operations(run.draft, micro.here)
-    table.update(blocks=len(micro.here.anchors_A), flops=flops)
+    report.update(blocks=len(micro.here.anchors_A), flops=flops)
     alone = None
     if accelerator.distributed_type not in {DistributedType.DEEPSPEED, DistributedType.FSDP}:
         alone = time_calls(micro.whole, device, micro.clear)
-        table.add("micro-step, forward and backward", alone, sum(flops.values()))
+        add(report, "micro-step, forward and backward", alone, sum(flops.values()))
         loss = time_calls(micro.loss, device, micro.clear)
-        table.add("its loss alone, from hidden states", loss, sum(flops[kind] for kind in LOSS))
+        add(report, "its loss alone, from hidden states", loss, sum(flops[kind] for kind in LOSS))
         body = time_calls(micro.body, device, micro.clear)
-        table.add("its body alone", body, sum(flops[kind] for kind in BODY))
+        add(report, "its body alone", body, sum(flops[kind] for kind in BODY))
     micro.clear()
     del micro
     num_steps = run.train.accumulation_steps
     with whole_steps(learner, record) as take:
         step = time_calls(take, device)
-    table.add(f"optimizer step of {num_steps}, with its data", step, num_steps * sum(flops.values()))
+    add(report, f"optimizer step of {num_steps}, with its data", step, num_steps * sum(flops.values()))
     tokens = num_steps * run.train.batch_size * run.record.max_tokens * accelerator.num_processes
-    table.end(tokens, step, alone, num_steps)
+    report["tokens_per_second"] = tokens / step.milliseconds * 1e3
+    if alone is not None:  # what of a step its micro-steps are: so many times the first row
+        report["share_in_micro_steps"] = num_steps * alone.milliseconds / step.milliseconds
+    report.say(line("speed", report, num_steps))
 
 
-class Table(Report):
-    """Rows, printed and saved as they come."""
-
-    def begin(self, run: RunConfig, device: torch.device) -> None:
-        """What is measured, where and of which commit."""
-        facts, draft = self["provenance"], run.draft
-        gpus = facts["hardware"]["gpus"]
-        versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items() if name in {"torch", "triton"})
-        place = gpus[device.index or 0] if device.type == "cuda" else facts["hardware"]["processor"]
-        self.say(
-            f"{run.name}: {draft.num_hidden_layers} layers of {draft.hidden_size}, vocabulary {draft.vocab_size}, "
-            f"{run.train.num_anchors} blocks of {draft.block_size} at most in {run.record.max_tokens} tokens, "
-            f"{run.train.batch_size} a micro-step; mixed precision: {self['mixed_precision']}\n"
-            f"{self['processes']} x {place}, distributed: {self['distributed']}; {versions}; "
-            f"commit {facts['commit']}"
-        )
-
-    def add(self, name: str, timing: Timing, flops: int) -> None:
-        """A row: its time, its operations against the peak of products measured before, its memory."""
-        rate, peak = flops / timing.milliseconds * 1e3, self.get("matmul_flops_per_second")
-        share = rate / peak if peak else None
-        self["rows"].append({"name": name, **timing._asdict(), "flops": flops, "share_of_matmul": share})
-        spread = f"({timing.least_milliseconds:.2f} - {timing.most_milliseconds:.2f})"
-        line = f"{name:34} {timing.milliseconds:9.2f} ms {spread:19} "
-        line += f"{flops / 1e12:8.2f} TFLOP {rate / 1e12:7.1f} TFLOP/s"
-        line += "" if share is None else f" {share:6.1%}"
-        self.say(line + ("" if timing.peak_bytes is None else f" {timing.peak_bytes / 1e9:6.2f} GB"))
-
-    def end(self, tokens: int, step: Timing, alone: Timing | None, num_steps: int) -> None:
-        """Tokens a second, and the part of a step that its micro-steps are: ``num_steps`` times the first row."""
-        found = self["tokens_per_second"] = tokens / step.milliseconds * 1e3
-        line = f"{found:,.0f} tokens/s"
-        if alone is not None:
-            share = self["share_in_micro_steps"] = num_steps * alone.milliseconds / step.milliseconds
-            line += f"; {num_steps} x the first row are {share:.1%} of the step"
-        self.say(line)
+def add(report: Report, name: str, timing: Timing, flops: int) -> None:
+    """A row: its time, its operations against the peak of products measured before, its memory."""
+    peak = report.get("matmul_flops_per_second")
+    share = flops / timing.milliseconds * 1e3 / peak if peak else None
+    report["rows"].append({"name": name, **timing._asdict(), "flops": flops, "share_of_matmul": share})
+    report.say(line("work", report["rows"][-1]))

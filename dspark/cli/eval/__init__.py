@@ -58,7 +58,7 @@ def evaluate(
     greedy text must be plain decoding's own; those that are not are named, and rounding is told apart from faults.
     """
     if list_tasks:
-        Console(markup=False, emoji=False).print(describe_tasks())
+        Console(markup=False, emoji=False, highlight=False, soft_wrap=True).print(*describe_tasks())
         return
     for name, path in (("--draft", draft), ("--out", out), ("--against", against)):
         if path == Path():

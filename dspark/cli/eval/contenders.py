@@ -15,7 +15,7 @@ from dspark.decode.generation import DraftSpeaker, PlainSpeaker
 from dspark.decode.speaking import Speaker
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.eval.comparison import DRAFT
+from dspark.eval.measure import DRAFT
 from dspark.export import read_draft
 from dspark.train.setup import fresh_draft
 from dspark.types import Target

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,10 @@ from dspark.config import EvalSection, TargetSection
 from dspark.data.chat import ChatFormat
 from dspark.decode.engine import SLACK_TOKENS
 from dspark.errors import ConfigError, DsparkError, PromptError
-from dspark.eval import report as tables
-from dspark.eval.comparison import DRAFT, Contender
 from dspark.eval.evaluation import REPORT_FILE, find_shared, pair_up, read_evaluation
-from dspark.eval.measure import Measurement
+from dspark.eval.measure import DRAFT
 from dspark.eval.records import JOURNAL_FILE, ROUNDS_FILE, Journal, open_journal, read_texts, write_rounds
-from dspark.eval.report import EvalReport, write_json
+from dspark.eval.report import EvalReport, printed, write_json
 from dspark.eval.tasks import TaskPrompts, load_prompts
 from dspark.export import read_draft
 from dspark.provenance import describe_launch
@@ -33,7 +31,6 @@ from dspark.types import Target
 from dspark.verifier import Verifier
 from dspark.verifier.ranks import Ranks
 
-Group = tuple[Contender, ...]
 REFERENCE, VERIFIER = "reference", "verifier"
 TURN_TOKENS = 64
 """What a chat template writes around a turn and its answer, at most."""
@@ -104,23 +101,23 @@ def run(ranks: Ranks, job: Job) -> None:
         if job.out and ranks.rank > 0:
             # The first rank has opened it, for they met to load the verifier, and adds nothing before all decode.
             journal = Journal(None, read_texts(job.out / JOURNAL_FILE))
-        contenders: dict[str, Group] = {}
-        for name, found in prompts.items():
-            stop_ids = () if found.is_endless else pair.facts.stop_token_ids
-            match = Match(speakers, models, plan, stop_ids, seed, journal, ranks.rank == 0)
-            contenders |= match.of_task(name, found, chat)
+        match = Match(speakers, models, plan, seed, journal, ranks.rank == 0)
+        tasks = [match.of_task(task, found, chat) for task, found in prompts.items()]
+        everyone = {name: tuple(m for measured in tasks for m in measured[name]) for name in speakers}
         if ranks.rank == 0:
             pairings = pair_up(journal.texts, there, shared) if there else ()
-            groups = zip(*contenders.values(), strict=True)
-            others = {group[0].name: tuple(m for c in group for m in c.measurements) for group in groups}
-            measured = others.pop(DRAFT)
+            measured, others = everyone[DRAFT], {name: everyone[name] for name in job.baselines}
             report = EvalReport(of_target, of_draft, settings, describe_launch(sys.argv), measured, others, pairings)
-            _show(console, report, contenders, lacking)
+            slow = [name for name in job.baselines if job.engine == VERIFIER and name.partition(":")[0] in HOST]
+            for part in printed(report, slow, lacking):
+                console.print(part, highlight=False)
             if job.out is not None:
                 write_rounds(journal.texts, job.out / ROUNDS_FILE)
                 write_json(report, job.out / REPORT_FILE)
                 console.print(f"written to {job.out}")
-            _refuse_faults((measured, *others.values()))
+            if n := sum(m.equality.faults for ms in everyone.values() for m in ms if m.equality):
+                fault = "are not the target's own, which no rounding explains: see A FAULT above"
+                raise DsparkError(f"{n} greedy texts {fault}")
 
 
 def _settings(job: Job, prompts: Mapping[str, TaskPrompts]) -> dict[str, Any]:
@@ -160,26 +157,3 @@ def _load(ranks: Ranks, job: Job, pair: Pair, prompts: Mapping[str, TaskPrompts]
     else:
         target, draft = pair.load(dtype, job.device)
     return Models(pair, target, draft, job.seeds[1])
-
-
-def _refuse_faults(everyone: Sequence[Sequence[Measurement]]) -> None:
-    if n := sum(m.equality.faults for measurements in everyone for m in measurements if m.equality):
-        raise DsparkError(f"{n} greedy texts are not the target's own, which no rounding explains: see A FAULT above")
-
-
-def _show(console: Console, report: EvalReport, contenders: Mapping[str, Group], lacking: Sequence[str]) -> None:
-    console.print(*tables.task_tables(report))
-    for task, group in contenders.items():
-        title = f"{report.label(task)}: {report.draft['name']} on {report.target['name']}"
-        if len(group) > 1:
-            console.print(*tables.comparison_tables(group, title))
-        console.print(*tables.speed_tables(group, f"{report.label(task)}: {report.machine()}"))
-        on_host = [c.name for c in group if c.name.partition(":")[0] in HOST]
-        if report.settings["engine"] == VERIFIER and on_host:
-            console.print(f"rounds seen through by the host, which costs time: {', '.join(on_host)}", highlight=False)
-        for line in tables.difference_lines(group):
-            console.print(line, highlight=False)
-    if report.pairings:
-        console.print(tables.pairing_table(report.pairings))
-    if lacking:
-        console.print(f"not compared, for {report.pairings[0].folder} has it not: {', '.join(lacking)}")

@@ -1,7 +1,6 @@
 """The contenders of an evaluation at work on one task: turn by turn, and the texts that are there already."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,11 +13,11 @@ from dspark.cli.terminal import text_progress
 from dspark.config import EvalSection
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
+from dspark.decode.sampling import Sampling
 from dspark.decode.speaking import Speaker
 from dspark.errors import PromptError
-from dspark.eval.comparison import Contender, compare
-from dspark.eval.measure import Decode, Each
-from dspark.eval.records import Journal, TextKey
+from dspark.eval.measure import DRAFT, Measurement, Prompts, compare, decode_batches
+from dspark.eval.records import Journal, keys_of
 from dspark.eval.tasks import TaskPrompts
 from dspark.eval.timing import DecodedText
 
@@ -26,57 +25,55 @@ TURN_SEEDS = 2**32
 
 
 class Match(NamedTuple):
-    """Contenders on a task, whose texts end at ``stop_token_ids``; those in the journal are taken from it, others are
-    decoded and go into it.
-    """
+    """Contenders; their texts in the journal are taken from it, others are decoded and go into it."""
 
     speakers: Mapping[str, Speaker]
     models: Models
     plan: EvalSection
-    stop_token_ids: tuple[int, ...]
     seed: int
     journal: Journal
     is_shown: bool
 
-    def of_task(self, task: str, found: TaskPrompts, chat: ChatFormat) -> dict[str, tuple[Contender, ...]]:
-        """Of every turn, by its name: the contenders. Raises: PromptError for a dialogue that grows too long.
-        Every turn has numbers of its own: those that drew the answer before it are in the prompt already.
+    def of_task(self, task: str, found: TaskPrompts, chat: ChatFormat) -> dict[str, list[Measurement]]:
+        """Of every contender the measurements, one a turn and temperature. Raises: PromptError for a dialogue that
+        grows too long. Every turn has numbers of its own: those that drew the answer before it are in the prompt.
         """
-        turns: dict[str, tuple[Contender, ...]] = {}
-        asked: list[Sequence[torch.Tensor]] = [found.ids] * len(self.plan.temperatures)
-        dialogues = [list(found.conversations)] * len(self.plan.temperatures)
+        measured: dict[str, list[Measurement]] = {name: [] for name in self.speakers}
+        temperatures, pair = self.plan.temperatures, (self.models.target, self.models.draft)
+        stop_ids = () if found.is_endless else tuple(chat.stop_token_ids)
+        asked: list[Prompts] = [found.ids] * len(temperatures)
+        dialogues = [list(found.conversations)] * len(temperatures)
         for turn in count(1):
             name = task if turn == 1 else f"{task}, turn {turn}"
-            turns[name] = self.compare(name, asked, self.seed + (turn - 1) * TURN_SEEDS)
+            plan = self.plan.model_copy(update={"tasks": (name,)})
+            decode = partial(self.decode, name, self.seed + (turn - 1) * TURN_SEEDS)
+            for way, ms in compare(self.speakers, pair, asked, plan, stop_ids, decode).items():
+                measured[way] += ms
             if turn == self.plan.turns or not any(dialogue.later_turns for dialogue in dialogues[0]):
                 break
-            answers = turns[name][-1].texts
+            keys = [keys_of(name, at, DRAFT, len(part)) for at, part in zip(temperatures, asked, strict=True)]
+            answers = [[self.journal.texts[key] for key in part] for part in keys]
             dialogues = [go_on(chat, *both) for both in zip(dialogues, answers, strict=True)]
             positions = self.models.draft.config.max_position_embeddings
             asked = [[encode_turn(chat, dialogue, positions) for dialogue in part] for part in dialogues]
-        return turns
+        return measured
 
-    def compare(self, task: str, prompts: Sequence[Sequence[torch.Tensor]], seed: int) -> tuple[Contender, ...]:
-        """All contenders on the prompts of every temperature."""
-        plan, pair = self.plan.model_copy(update={"tasks": (task,)}), (self.models.target, self.models.draft)
-        return compare(self.speakers, pair, prompts, plan, (self.stop_token_ids, seed), partial(self.watch, task))
-
-    @contextmanager
-    def watch(self, task: str, name: str, temperature: float, total: int) -> Iterator[Each]:
+    def decode(self, task: str, seed: int, name: str, prompts: Prompts, sampling: Sampling) -> list[DecodedText]:
         """As ``compare`` asks for it."""
-        with text_progress(f"{task}, {name}, T = {temperature:g}", total, self.is_shown) as advance:
-
-            def each(numbers: Sequence[int], decode: Decode) -> Sequence[DecodedText]:
-                keys = [TextKey(task, temperature, name, number) for number in numbers]
-                if lacking := [key for key in keys if key not in self.journal.texts]:
-                    for key, text in zip(lacking, decode([key.prompt_index for key in lacking]), strict=True):
-                        self.journal.append(key, text)
-                found = [self.journal.texts[key] for key in keys]
-                for text in found:
+        texts, size = self.journal.texts, self.plan.batch_size
+        keys = keys_of(task, sampling.temperature, name, len(prompts))
+        parts = (keys[start : start + size] for start in range(0, len(keys), size))
+        lacking = list(filter(None, ([key for key in part if key not in texts] for part in parts)))
+        numbers = [[key.prompt_index for key in batch] for batch in lacking]
+        with text_progress(f"{task}, {name}, T = {sampling.temperature:g}", len(keys), self.is_shown) as advance:
+            for known in filter(None, map(texts.get, keys)):
+                advance(known)
+            decoded = decode_batches(self.speakers[name], prompts, sampling, seed, numbers)
+            for batch, found in zip(lacking, decoded, strict=True):
+                for key, text in zip(batch, found, strict=True):
+                    self.journal.append(key, text)
                     advance(text)
-                return found
-
-            yield each
+        return [texts[key] for key in keys]
 
 
 def encode_turn(chat: ChatFormat, dialogue: Conversation, positions: int) -> torch.Tensor:

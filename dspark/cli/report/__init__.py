@@ -21,16 +21,13 @@ PAGE = "report.html"
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders that dspark eval --out wrote.", metavar="RUN")],
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also compare the first draft with the others, prompt by prompt.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="The page.  [default: RUN/report.html, of the first RUN]")
-    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also compare them, prompt by prompt.")] = False,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The page.  [default: RUN/report.html]")] = None,
 ) -> None:
     """Draw evaluations as one HTML page that needs no network and no script, and every plot as a PNG beside it.
 
-    Several RUNs stand side by side. The pictures lie in a folder named as the page is, report_png for report.html.
+    Several RUNs stand side by side; the first one names the page, and --compare sets its draft against the others. The
+    pictures lie in a folder named as the page is, report_png for report.html.
     """
     places = [folder.resolve() for folder in runs]
     if twice := [folder for number, folder in enumerate(runs) if places[number] in places[:number]]:

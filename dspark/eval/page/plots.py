@@ -15,6 +15,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
+from dspark.eval.tables import printable
+
 PLACE = Path(__file__).parent
 COLOURS = dict(re.findall(r"--(\w+): (#\w{6});", (PLACE / "page.css").read_text().split("@media")[0]))
 """The light ones by name; those of contenders and parts are a "c" and a number."""
@@ -40,8 +42,8 @@ class Interval(NamedTuple):
 
 
 def shorten(name: str, longest: int = LONGEST_NAME) -> str:
-    """A name that fits, of a long one its end; what cannot be shown in it is a question mark."""
-    name = "".join(letter if letter.isprintable() else "?" for letter in name)
+    """A name that fits, of a long one its end."""
+    name = printable(name)
     return name if len(name) <= longest else "…" + name[1 - longest :]
 
 

@@ -12,15 +12,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from dspark.decode.round import Round
-from dspark.eval.comparison import DRAFT, Contender
 from dspark.eval.evaluation import Evaluation, find_shared, pair_up
+from dspark.eval.measure import DRAFT
 from dspark.eval.page import plots as by
 from dspark.eval.page import sections as of
 from dspark.eval.page.excerpt import Piece, pieces
 from dspark.eval.page.plots import GUIDE, Interval, shorten
 from dspark.eval.page.sections import PER_ROUND, Panel, Row, Titled
 from dspark.eval.records import TextKey
-from dspark.eval.report import EvalReport, Pairing, difference_lines, interval, number
+from dspark.eval.report import EvalReport, Pairing, difference_lines
+from dspark.eval.tables import interval, number
 
 LONGEST_TOKENS = 1000
 """Of an answer that is shown."""
@@ -104,7 +105,7 @@ def _run(evaluation: Evaluation, panels: Sequence[Panel]) -> dict[str, Any]:
         "tasks": list(dict.fromkeys(report.label(m.task) for m in ms)),
         "panels": [list(found) for _, found in groupby(panels, key=lambda panel: panel.label)],
         "plots": {title: draw(evaluation, panels) for title, draw in DRAWN.items()},
-        "differences": difference_lines([Contender(name, ms, ()) for name, ms in everyone.items()], LONGEST_LIST),
+        "differences": difference_lines(everyone, LONGEST_LIST),
         "facts": parts | {"settings": report.settings} | dict(report.provenance),
     }
 

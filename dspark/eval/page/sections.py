@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 from dspark.eval.measure import Measurement
 from dspark.eval.page.along import Bucket, by_length, by_start, step_width
 from dspark.eval.page.plots import GUIDE, Interval, bar_plot, draw_dot, draw_line, empty_plot, interval_plot, stack_plot
-from dspark.eval.report import number, phase_columns
+from dspark.eval.report import phase_columns
 from dspark.eval.statistics import AcceptanceStatistics
+from dspark.eval.tables import number
 from dspark.eval.timing import DecodedText
 
 PER_ROUND = "tokens a round"
