@@ -1,4 +1,4 @@
-"""dspark export: a draft as the Hugging Face folder laid out for SGLang, vLLM and DeepSpec."""
+"""dspark export: a draft as the folder that a runtime loads."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from dspark.cli.identity import fields_of
 from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
-from dspark.export import Architecture, check_target, draft_parameter_count, read_draft, write_draft
+from dspark.export import Runtime, check_target, draft_parameter_count, has_tables, read_draft, write_draft
 from dspark.provenance import describe_launch
 from dspark.target.config import read_config_json
 from dspark.target.loading import load_tables, target_facts, target_fingerprint
@@ -26,16 +26,13 @@ def export(
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint of this step instead.")] = None,
     draft: Annotated[Path | None, typer.Option(help="An exported draft to write in another form.")] = None,
     target: Annotated[str | None, typer.Option(help="Its target: a name or a folder. A run knows its own.")] = None,
-    architecture: Annotated[
-        Architecture | None, typer.Option(help="Tag in config.json. [default: Ling's for a Ling target, else Qwen3's]")
-    ] = None,
-    with_tables: Annotated[
-        bool, typer.Option("--with-tables", help="Add the target's embedding and head, which DeepSpec needs.")
-    ] = False,
+    runtime: Annotated[Runtime, typer.Option(help="Who is to load it; only config and names differ.")] = "hf",
 ) -> None:
-    """Write a draft as the Hugging Face folder laid out for SGLang, vLLM and DeepSpec.
+    """Write a draft as the folder that a runtime loads.
 
-    Training has already written one to TRAIN_FOLDER/draft; this writes it from a checkpoint, or in another form.
+    Training has already written one to TRAIN_FOLDER/draft, which is that of hf and SGLang; this writes it from a
+    checkpoint, or for another runtime. vLLM and DeepSpec know the Qwen3 tag, DeepSpec needs the target's embedding and
+    head beside the draft, speculators has a config of its own. What a runtime cannot say is refused by name.
     """
     if (run is None) == (draft is None):
         raise ConfigError("dspark export: give either --run TRAIN_FOLDER or --draft FOLDER with --target")
@@ -50,11 +47,11 @@ def export(
         check_target(draft, vocab_size=vocab_size, hidden_size=hidden_size, fingerprint=target_fingerprint(target))
         model, place, name = read_draft(draft, tables), draft, target
         num_anchors = read_config_json(draft).get("num_anchors", 512)
-    fields = fields_of(target_facts(name), num_anchors, architecture)
-    source = {"exported_from": str(place), "target_fingerprint": target_fingerprint(name)}
-    write_draft(model, out, fields, with_tables=with_tables, provenance=describe_launch(sys.argv) | source)
-    count = draft_parameter_count(model.config, with_tables)
-    Console().print(f"{out}: {count:,} parameters, {fields.architecture}, from {place}", highlight=False)
+    fields, fingerprint = fields_of(target_facts(name), num_anchors), target_fingerprint(name)
+    source = {"exported_from": str(place), "target": name, "target_fingerprint": fingerprint, "runtime": runtime}
+    write_draft(model, out, fields, runtime=runtime, provenance=describe_launch(sys.argv) | source)
+    count = draft_parameter_count(model.config, has_tables(model.config, runtime))
+    Console().print(f"{out}: {count:,} parameters for {runtime}, from {place}", highlight=False)
 
 
 def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, int]:
