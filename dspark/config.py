@@ -41,7 +41,8 @@ def _check_values(**lists: tuple[Any, ...]) -> None:
             raise ValueError(f"{name} must differ from each other, got {list(values)}")
 
 
-def _is_positive(value: Any) -> bool:
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
@@ -173,7 +174,7 @@ class DraftConfig(Section):
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if (scaling := self.rope_scaling) is not None:
             needed = SCALED_ROPES.get(str(scaling.get("rope_type")))
-            if needed is None or not all(_is_positive(scaling.get(name)) for name in needed):
+            if needed is None or not all(is_positive(scaling.get(name)) for name in needed):
                 known = "; ".join(f"{name} with {', '.join(names)}" for name, names in SCALED_ROPES.items())
                 raise ValueError(f"rope_scaling must be {known}, got {scaling}")
         return self

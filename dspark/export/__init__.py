@@ -7,8 +7,9 @@ from dspark.export.draft_folder import (
     draft_parameter_count,
     has_tables,
     read_draft,
+    read_provenance,
     write_draft,
 )
 
 __all__ = ["FolderFields", "Runtime", "architecture_for", "check_target", "draft_fingerprint", "draft_parameter_count"]
-__all__ += ["has_tables", "read_draft", "read_draft_config", "read_layout", "write_draft"]
+__all__ += ["has_tables", "read_draft", "read_draft_config", "read_layout", "read_provenance", "write_draft"]

@@ -38,14 +38,16 @@ def write_draft(
     *,
     runtime: Runtime = "hf",
     provenance: Mapping[str, object] | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> None:
     """Write the folder that ``runtime`` loads (hf: SGLang, transformers and we), and ``read_draft``.
 
     Weights are rounded to bfloat16. DeepSpec's loader needs bit-exact copies of the target's embedding and head, and a
     draft with tables of its own brings these. ``provenance`` goes to provenance.json, which runtimes ignore, with the
-    sha256 of the weights, which ``read_draft`` checks. The folder appears whole; an earlier draft at that place is
-    replaced. Raises: ConfigError as ``config_json``; CheckpointError when ``folder`` holds something that is not a
-    draft, or a weight is not finite. Source: specs/dspark.md 2.6, 3.1 and 3.3.
+    sha256 of the weights, which ``read_draft`` checks; ``beside`` has further texts by their files' names. The folder
+    appears whole; an earlier draft at that place is replaced. Raises: ConfigError as ``config_json``; CheckpointError
+    when ``folder`` holds something that is not a draft, or a weight is not finite.
+    Source: specs/dspark.md 2.6, 3.1 and 3.3.
     """
     folder, made = folder.absolute(), dict(provenance or {})
     config = config_json(draft.config, fields, runtime, str(made.get("target", "")))
@@ -58,12 +60,14 @@ def write_draft(
     if wrong:
         raise CheckpointError(f"{folder}: not written, {wrong[0]} holds numbers that are not finite")
     rounded = {name: tensor.to("cpu", torch.bfloat16, copy=True).contiguous() for name, tensor in tensors.items()}
-    with whole_folder(folder) as beside:
-        save_tensors(rounded, beside / SINGLE_FILE, metadata={"format": "pt"})
-        made["weights_sha256"] = file_sha256(beside / SINGLE_FILE)
-        for name, tree in (("config.json", config), (PROVENANCE, made)):
-            (beside / name).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-        written = Checkpoint(beside)
+    with whole_folder(folder) as place:
+        save_tensors(rounded, place / SINGLE_FILE, metadata={"format": "pt"})
+        made["weights_sha256"] = file_sha256(place / SINGLE_FILE)
+        trees = {"config.json": config, PROVENANCE: made}
+        texts = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()} | dict(beside or {})
+        for name, text in texts.items():
+            (place / name).write_text(text, encoding="utf-8")
+        written = Checkpoint(place)
         written.check(rounded)
         assert written.num_parameters == draft_parameter_count(draft.config, with_tables)
 
@@ -151,7 +155,7 @@ def check_target(
     wrong = [f"{name} is {its} in the draft and {own} in the target" for name, (its, own) in both.items() if its != own]
     if wrong:
         raise DraftMismatchError(f"{folder}: this draft belongs to another target: {'; '.join(wrong)}; use its own")
-    trained_for = _read_provenance(folder).get("target_fingerprint", fingerprint)
+    trained_for = read_provenance(folder).get("target_fingerprint", fingerprint)
     if fingerprint is not None and trained_for != fingerprint:
         raise DraftMismatchError(
             f"{folder}: this draft was trained for the target with fingerprint {trained_for}, this one has "
@@ -162,13 +166,13 @@ def check_target(
 
 def _check_sha256(folder: Path) -> None:
     """A provenance.json with a sum makes flipped bits visible; drafts of other trainers have none."""
-    path, expected = folder / SINGLE_FILE, _read_provenance(folder).get("weights_sha256")
+    path, expected = folder / SINGLE_FILE, read_provenance(folder).get("weights_sha256")
     if expected is not None and expected != (found := file_sha256(path)):
         raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; export it again")
 
 
-def _read_provenance(folder: Path) -> dict[str, Any]:
-    """What provenance.json says; nothing for a draft without one."""
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """What a draft's provenance.json says; nothing for a draft without one."""
     path = folder / PROVENANCE
     return read_json(path) if path.is_file() else {}
 

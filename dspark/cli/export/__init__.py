@@ -7,17 +7,26 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dspark.cli.export.card import CHAIN, evaluation_of, render_card
 from dspark.cli.identity import fields_of
-from dspark.config import load_run
+from dspark.config import is_positive, load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
-from dspark.export import Runtime, check_target, draft_parameter_count, has_tables, read_draft, write_draft
+from dspark.export import (
+    Runtime,
+    check_target,
+    draft_parameter_count,
+    has_tables,
+    read_draft,
+    read_provenance,
+    write_draft,
+)
+from dspark.files import read_json
 from dspark.provenance import describe_launch
-from dspark.target.config import read_config_json
 from dspark.target.loading import load_tables, target_facts, target_fingerprint
 from dspark.train.checkpoint import checkpoints, finished_draft, load_checkpoint
 from dspark.train.optimizer import build_optimizer
-from dspark.train.run_folder import RUN
+from dspark.train.run_folder import RUN, last_launch
 
 
 def export(
@@ -27,8 +36,12 @@ def export(
     draft: Annotated[Path | None, typer.Option(help="An exported draft to write in another form.")] = None,
     target: Annotated[str | None, typer.Option(help="Its target: a name or a folder. A run knows its own.")] = None,
     runtime: Annotated[Runtime, typer.Option(help="Who is to load it; only config and names differ.")] = "hf",
+    evaluation: Annotated[
+        Path | None, typer.Option(help="Of --draft, by dspark eval --out: its table goes into the model card.")
+    ] = None,
+    temperatures: Annotated[Path | None, typer.Option(help="By dspark calibrate; laid beside the weights.")] = None,
 ) -> None:
-    """Write a draft as the folder that a runtime loads.
+    """Write a draft as the folder that a runtime loads, with a model card.
 
     Training has already written one to TRAIN_FOLDER/draft, which is that of hf and SGLang; this writes it from a
     checkpoint, or for another runtime. vLLM and DeepSpec know the Qwen3 tag, DeepSpec needs the target's embedding and
@@ -38,6 +51,7 @@ def export(
         raise ConfigError("dspark export: give either --run TRAIN_FOLDER or --draft FOLDER with --target")
     if run is not None:
         model, place, name, num_anchors = _from_run(run, step)
+        known = last_launch(run)
     else:
         assert draft is not None
         if target is None:
@@ -46,12 +60,30 @@ def export(
         vocab_size, hidden_size = tables[0].shape
         check_target(draft, vocab_size=vocab_size, hidden_size=hidden_size, fingerprint=target_fingerprint(target))
         model, place, name = read_draft(draft, tables), draft, target
-        num_anchors = read_config_json(draft).get("num_anchors", 512)
-    fields, fingerprint = fields_of(target_facts(name), num_anchors), target_fingerprint(name)
-    source = {"exported_from": str(place), "target": name, "target_fingerprint": fingerprint, "runtime": runtime}
-    write_draft(model, out, fields, runtime=runtime, provenance=describe_launch(sys.argv) | source)
+        num_anchors, known = num_anchors_of(draft), read_provenance(draft)
+    facts = target_facts(name)
+    made = {key: known[key] for key in CHAIN if key in known} | describe_launch(sys.argv)
+    made |= {"exported_from": str(place), "target": name, "target_fingerprint": target_fingerprint(name)}
+    report = evaluation_of(evaluation, draft) if evaluation else None
+    beside = {"temperatures.json": _temperatures(temperatures, model.config.block_size)} if temperatures else {}
+    beside["README.md"] = render_card(model.config, runtime, facts.architecture, made, report, bool(temperatures))
+    write_draft(model, out, fields_of(facts, num_anchors), runtime=runtime, provenance=made, beside=beside)
     count = draft_parameter_count(model.config, has_tables(model.config, runtime))
     Console().print(f"{out}: {count:,} parameters for {runtime}, from {place}", highlight=False)
+
+
+def num_anchors_of(folder: Path) -> int:
+    """What a draft's config.json says of its training, or what is usual."""
+    found = read_json(folder / "config.json").get("num_anchors")
+    return found if isinstance(found, int) else 512
+
+
+def _temperatures(path: Path, block_size: int) -> str:
+    """The file, as it is. Raises: ConfigError unless it has a temperature above 0 for every slot."""
+    found = read_json(path).get("temperatures")
+    if not isinstance(found, list) or len(found) != block_size or not all(is_positive(each) for each in found):
+        raise ConfigError(f"{path}: temperatures is {found!r:.80}, expected {block_size} numbers above 0")
+    return path.read_text(encoding="utf-8")
 
 
 def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, int]:

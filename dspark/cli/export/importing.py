@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dspark.cli.export import num_anchors_of
+from dspark.cli.export.card import render_card
 from dspark.cli.identity import check_pair, fields_of
 from dspark.export import draft_fingerprint, draft_parameter_count, has_tables, read_draft, read_layout, write_draft
 from dspark.provenance import describe_launch
@@ -34,8 +36,9 @@ def import_draft(
     draft = read_draft(source, load_tables(folder), is_taking_tables=own_tables, num_target_layers=facts.num_layers)
     made = {"imported_from": str(source), "layout": layout.name, "source_fingerprint": draft_fingerprint(source)}
     made |= {"target": target, "target_fingerprint": fingerprint}
-    fields = fields_of(facts, layout.tree.get("num_anchors", 512))
-    write_draft(draft, out, fields, provenance=describe_launch(sys.argv) | made)
+    made |= describe_launch(sys.argv)
+    card = {"README.md": render_card(draft.config, "hf", facts.architecture, made)}
+    write_draft(draft, out, fields_of(facts, num_anchors_of(source)), provenance=made, beside=card)
     count = draft_parameter_count(draft.config, has_tables(draft.config, "hf"))
     pairs = "halves" if layout.is_neox else "neighbours, put in halves"
     line = f"{source}: layout {layout.name}, for {layout.reason}; rotary pairs: {pairs}\n"
