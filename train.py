@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from dspark.cli.identity import folder_fields
-from dspark.cli.probe import decode_and_keep_best, load_probe
+from dspark.cli.probe import decode_and_keep_best, load_probe, told_change
 from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.draft.model import DraftModel
@@ -123,6 +123,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     if is_main:
         write_draft(draft, folder / "draft", folder_fields(run), provenance=origin)
         show(f"wrote {folder / 'draft'}")
+        if run.train.init_from is not None:
+            show(told_change(run, probe, draft))
 
 
 def read_windows(learner: Learner, reader: RecordReader, share: Share, starts: range) -> Fed:

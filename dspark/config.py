@@ -293,6 +293,8 @@ class RunConfig(Section):
         weight = self.objective.confidence
         if weight and not self.draft.enable_confidence_head:
             raise ValueError(f"objective.confidence is {weight:g} but draft.enable_confidence_head is false; mend one")
+        if self.draft.own_tables:
+            raise ValueError("draft.own_tables must be false: a run trains on the target's own embedding and head")
         if self.train.probe_every_steps and not self.eval.tasks:
             often = self.train.probe_every_steps
             raise ValueError(f"train.probe_every_steps is {often} but eval.tasks is empty; name a task, or set it to 0")
