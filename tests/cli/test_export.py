@@ -111,8 +111,9 @@ def test_the_card_tells_where_a_draft_comes_from_and_how_it_is_served(
     assert ("--speculative-algorithm DSPARK" in card) == (runtime in ("hf", "sglang"))
     assert ("--linear-replayssm-cache-len 16" in card) == (runtime in ("hf", "sglang"))
     assert 8 < 2 * rows <= 16
+    assert "\n\n\n" not in card
     assert (f'"num_speculative_tokens": {rows - 1}' in card) == (runtime in ("hf", "vllm", "speculators"))
-    assert ("confidence-sts-path THIS_FOLDER/temperatures.json" in card) == (runtime in ("hf", "sglang"))
+    assert ("confidence-sts-path THIS_FOLDER/temperatures.json`" in card) == (runtime in ("hf", "sglang"))
     assert (tmp_path / "draft" / "temperatures.json").read_bytes() == temperatures.read_bytes()
 
 

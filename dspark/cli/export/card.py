@@ -30,9 +30,8 @@ def render_card(
     report: EvalReport | None = None, has_temperatures: bool = False,
 ) -> str:  # fmt: skip
     """The card as Markdown. ``architecture``: the target's; ``made``: the draft's provenance, ``target`` among it."""
-    environment = Environment(
-        autoescape=False, undefined=StrictUndefined, loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True
-    )
+    place = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(undefined=StrictUndefined, loader=place, trim_blocks=True, keep_trailing_newline=True)
     chain = {title: made[key] for key, title in CHAIN.items() if made.get(key) is not None}
     ring = 1 << (2 * (config.block_size + 1) - 1).bit_length()
     count = draft_parameter_count(config, has_tables(config, runtime))

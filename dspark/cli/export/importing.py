@@ -8,9 +8,17 @@ import typer
 from rich.console import Console
 
 from dspark.cli.export import num_anchors_of
-from dspark.cli.export.card import render_card
+from dspark.cli.export.card import CHAIN, render_card
 from dspark.cli.identity import check_pair, fields_of
-from dspark.export import draft_fingerprint, draft_parameter_count, has_tables, read_draft, read_layout, write_draft
+from dspark.export import (
+    draft_fingerprint,
+    draft_parameter_count,
+    has_tables,
+    read_draft,
+    read_layout,
+    read_provenance,
+    write_draft,
+)
 from dspark.provenance import describe_launch
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
 
@@ -34,7 +42,9 @@ def import_draft(
     _, layout = read_layout(source, facts.num_layers)
     check_pair(source, facts, fingerprint)
     draft = read_draft(source, load_tables(folder), is_taking_tables=own_tables, num_target_layers=facts.num_layers)
-    made = {"imported_from": str(source), "layout": layout.name, "source_fingerprint": draft_fingerprint(source)}
+    known = read_provenance(source)
+    made = {key: known[key] for key in CHAIN if key in known}
+    made |= {"imported_from": str(source), "layout": layout.name, "source_fingerprint": draft_fingerprint(source)}
     made |= {"target": target, "target_fingerprint": fingerprint}
     made |= describe_launch(sys.argv)
     card = {"README.md": render_card(draft.config, "hf", facts.architecture, made)}
