@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from dspark.cli.identity import folder_fields
-from dspark.cli.probe import decode_and_keep_best, load_probe
+from dspark.cli.probe import decode_and_keep_best, load_probe, told_change
 from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.draft.model import DraftModel
@@ -86,11 +86,12 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     if resume and (found := checkpoints(folder / "checkpoints")):
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)
     accelerator.wait_for_everyone()
-    origin = launch | {"run": run.name, "target_fingerprint": reader.manifest.target_fingerprint}
+    origin = launch | {"run": run.name}
+    origin |= reader.manifest.model_dump(include={"target_fingerprint", "template_fingerprint"})
     starts = share.starts(done.sequences_seen, run.train.steps - done.step)
     windows = read_windows(learner, reader, share, starts)
     if is_main:
-        write_run_folder(run, launch)
+        write_run_folder(run, origin)
         drop_rows_after(folder, done.step)
     start_trackers(accelerator, run)
     with progress_bar(run, done.step, is_main) as show, closing(windows):
@@ -122,6 +123,8 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     if is_main:
         write_draft(draft, folder / "draft", folder_fields(run), provenance=origin)
         show(f"wrote {folder / 'draft'}")
+        if run.train.init_from is not None:
+            show(told_change(run, probe, draft))
 
 
 def read_windows(learner: Learner, reader: RecordReader, share: Share, starts: range) -> Fed:

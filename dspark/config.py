@@ -1,5 +1,7 @@
 """The frozen description of a run and of a draft; load, override, save."""
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -39,6 +41,17 @@ def _check_values(**lists: tuple[Any, ...]) -> None:
             raise ValueError(f"{name} must differ from each other, got {list(values)}")
 
 
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+SCALED_ROPES: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Ways to stretch rotary frequencies, by their names in transformers, and the numbers that each must have."""
 IsNumber = BeforeValidator(_refuse_truth)
 PositiveInt = Annotated[int, Field(ge=1, lt=2**63), IsNumber]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), IsNumber]
@@ -138,7 +151,14 @@ class DraftConfig(Section):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     rope_theta: PositiveFloat = 6_000_000.0
+    rope_scaling: dict[str, Any] | None = None
+    """rope_type (linear, yarn or llama3) and its numbers, as transformers names them; never the target's."""
     rms_norm_eps: PositiveFloat = 1e-6
+    sample_from_anchor: bool = True
+    """Whether the anchor's own slot drafts the first token. If not, a block has one row more, and its first is dropped.
+    """
+    own_tables: bool = False
+    """Whether the draft reads an embedding and a head of its own, which its folder holds, and not the target's."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -152,7 +172,17 @@ class DraftConfig(Section):
             raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {groups}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if (scaling := self.rope_scaling) is not None:
+            needed = SCALED_ROPES.get(str(scaling.get("rope_type")))
+            if needed is None or not all(is_positive(scaling.get(name)) for name in needed):
+                known = "; ".join(f"{name} with {', '.join(names)}" for name, names in SCALED_ROPES.items())
+                raise ValueError(f"rope_scaling must be {known}, got {scaling}")
         return self
+
+    @property
+    def num_rows(self) -> int:
+        """Of a block that is run: its slots, and the anchor's where that one drafts nothing."""
+        return self.block_size + (not self.sample_from_anchor)
 
 
 class ObjectiveSection(Section):
@@ -263,6 +293,8 @@ class RunConfig(Section):
         weight = self.objective.confidence
         if weight and not self.draft.enable_confidence_head:
             raise ValueError(f"objective.confidence is {weight:g} but draft.enable_confidence_head is false; mend one")
+        if self.draft.own_tables:
+            raise ValueError("draft.own_tables must be false: a run trains on the target's own embedding and head")
         if self.train.probe_every_steps and not self.eval.tasks:
             often = self.train.probe_every_steps
             raise ValueError(f"train.probe_every_steps is {often} but eval.tasks is empty; name a task, or set it to 0")
@@ -297,10 +329,12 @@ def save_run(run: RunConfig, path: Path) -> None:
     write_whole(path, yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
 
 
-def validated(model: type[ModelT], tree: Any, place: object) -> ModelT:
-    """The tree as a model. Raises: ConfigError naming ``place`` and every wrong field."""
+def validated(model: type[ModelT], tree: Any, place: object, is_strict: bool = False) -> ModelT:
+    """The tree as a model; ``is_strict``: a number is a number as in JSON, "5" or "no" is none, nor is 1 a truth.
+    Raises: ConfigError naming ``place`` and every wrong field.
+    """
     try:
-        return model.model_validate(tree)
+        return model.model_validate_json(json.dumps(tree), strict=True) if is_strict else model.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{place}: {describe_validation(error)}") from error
 

@@ -28,6 +28,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        self._stored: dict[str, str] = {}
         self.files: tuple[Path, ...]
         self._file_of, self.files = _locate(self.folder)
         sought = {file: name for name, file in reversed(self._file_of.items())}
@@ -39,6 +40,11 @@ class Checkpoint:
             if name not in held[file]:
                 index = self.folder / INDEX_FILE
                 raise CheckpointError(f"{index}: places {name} in {file.name}, which does not hold it")
+
+    def rename(self, stored: Mapping[str, str]) -> None:
+        """From now on go by other names, each with the file's own; tensors that have none are left out."""
+        self._file_of = {name: self._file_of[own] for name, own in stored.items()}
+        self._stored = dict(stored)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +78,7 @@ class Checkpoint:
         """The whole tensor, in the dtype it is stored in. Raises: CheckpointError when the folder does not hold it."""
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder}: {name} is missing")
-        tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
+        tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(self._stored.get(name, name))
         return tensor
 
     def get_slice(self, name: str, dim: int, rank: int, world_size: int) -> torch.Tensor:
@@ -86,7 +92,7 @@ class Checkpoint:
         return tensor.contiguous()
 
     def _slice(self, name: str) -> Any:
-        return self._open[self._file_of[name]].get_slice(name)
+        return self._open[self._file_of[name]].get_slice(self._stored.get(name, name))
 
 
 def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:

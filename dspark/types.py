@@ -2,13 +2,15 @@
 
 Shape letters (a tensor's name ends in its shape):
     B sequences, T tokens of a sequence, N rows flattened over sequences, A anchors, K slots of a block,
+    Q rows of a block (one more where the anchor drafts nothing),
     D model width, V vocabulary, H heads, G key-value heads, E width of a head, L tapped layers,
     R rank of the Markov head, X experts.
 
 Conventions:
     * ``target_layer_ids`` are zero-based layer outputs (hidden plus residual after layer i). No file of ours adds one.
     * The recorded last hidden state is after the final norm; the head on it gives the target's logits.
-    * Slot j of the block anchored at position p predicts token p+j+1. The anchor slot (j = 0) predicts.
+    * Slot j of the block anchored at position p predicts token p+j+1. The anchor slot (j = 0) predicts, unless
+      ``sample_from_anchor`` is false: then the anchor's row is dropped, and the slots are the rows behind it.
     * A block sees context positions strictly before p, and every slot of itself.
     * The Markov head's previous token of slot j is x[p+j]; the teacher of slot j is the last hidden state at p+j.
     * Acceptance length includes the bonus token; the count without it is ``accepted_drafts``.

@@ -1,6 +1,7 @@
 """The training door as a user runs it: from a record to a draft, stopped and resumed, on one process and on two."""
 
 import json
+import re
 import runpy
 import shutil
 import signal
@@ -293,9 +294,19 @@ def test_the_draft_learns_the_record_by_heart(place: Path, tmp_path: Path) -> No
     assert last["loss"] < 0.8 * first["loss"]
 
 
-def test_training_may_start_from_an_exported_draft(place: Path, tmp_path: Path) -> None:
-    start = [f"train.init_from={place / 'run' / 'draft'}", f"train.folder={tmp_path / 'run'}", "train.steps=1"]
-    train.main(place / "config.yaml", [*start, "train.learning_rate=1e-9"])
+def test_training_may_start_from_an_exported_draft(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit; at the end stands what has changed since, prompt by prompt: here nothing."""
+    begun = place / "run" / "draft"
+    start = [f"train.init_from={begun}", f"train.folder={tmp_path / 'run'}", "train.steps=1"]
+    train.main(place / "config.yaml", [*probing(place, tmp_path / "run"), *start, "train.learning_rate=1e-9"])
+    said = re.search(
+        rf"since {begun}: acceptance length (\S+) -> (\S+), \+0.00 \(\+0.00 to \+0.00, 2 prompts\)",
+        capsys.readouterr().out,
+    )
+    assert said
+    assert said[1] == said[2] > "1.00"
     tables = load_tables(place / "target")
     found, wanted = (read_draft(each / "run" / "draft", tables).state_dict() for each in (tmp_path, place))
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())

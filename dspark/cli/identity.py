@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from dspark.config import DraftConfig, RunConfig, TargetSection, validated
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.export import Architecture, FolderFields, architecture_for, check_target, draft_fingerprint, read_draft
+from dspark.export import FolderFields, architecture_for, check_target, draft_fingerprint, read_draft
 from dspark.provenance import commit, versions
 from dspark.target.loading import TargetFacts, load_target, locate_target, target_facts, target_fingerprint
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
@@ -34,10 +34,10 @@ def folder_fields(run: RunConfig) -> FolderFields:
     return fields_of(target_facts(run.target.path), run.train.num_anchors)
 
 
-def fields_of(facts: TargetFacts, num_anchors: int, architecture: Architecture | None = None) -> FolderFields:
-    """The same for a target by its facts; without an ``architecture`` the one that suits it."""
+def fields_of(facts: TargetFacts, num_anchors: int) -> FolderFields:
+    """The same for a target by its facts."""
     ids = (facts.eos_token_id, facts.pad_token_id, facts.bos_token_id)
-    return FolderFields(*ids, num_anchors, architecture or architecture_for(facts.architecture))
+    return FolderFields(*ids, num_anchors, architecture_for(facts.architecture))
 
 
 def choose_target(run: RunConfig | None, name: str | None, dtype: str | None, device: str) -> TargetSection:
@@ -69,7 +69,11 @@ class Pair(NamedTuple):
         """What a report says about the target and about the draft."""
         template = template_fingerprint(self.tokenizer) if self.tokenizer.chat_template else None
         words = {"tokenizer_fingerprint": tokenizer_fingerprint(self.folder), "template_fingerprint": template}
-        of_draft = {"name": str(self.place), "fingerprint": draft_fingerprint(self.place), "sample_from_anchor": True}
+        of_draft = {
+            "name": str(self.place),
+            "fingerprint": draft_fingerprint(self.place),
+            "sample_from_anchor": self.draft.sample_from_anchor,
+        }
         of_draft |= {"block_size": self.draft.block_size, "verify_rows": self.draft.block_size + 1}
         of_draft |= {"target_layer_ids": self.draft.target_layer_ids}
         return {"name": self.name, "fingerprint": self.fingerprint} | words, of_draft

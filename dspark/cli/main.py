@@ -13,6 +13,7 @@ from dspark.cli.chat import chat
 from dspark.cli.demo import demo
 from dspark.cli.eval import evaluate
 from dspark.cli.export import export
+from dspark.cli.export.importing import import_draft
 from dspark.cli.plan import plan
 from dspark.cli.prepare import prepare
 from dspark.cli.record import record
@@ -35,8 +36,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in (demo, plan, prepare, record, evaluate, report, chat, export):
-    name = command.__name__.replace("evaluate", "eval")
+for command in (demo, plan, prepare, record, evaluate, report, chat, export, import_draft):
+    name = command.__name__.replace("evaluate", "eval").removesuffix("_draft")
     app.command(name, epilog=as_typed(EXAMPLES[name]))(command)
 for measure in (verify, headline, train, bench_record):
     bench.command(epilog=as_typed(EXAMPLES["bench"][measure.__name__]))(measure)

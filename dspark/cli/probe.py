@@ -12,11 +12,12 @@ from dspark.config import PROBE_TOKENS, RunConfig
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode.generation import PlainSpeaker
 from dspark.decode.sampling import Sampling
+from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError, PromptError
 from dspark.eval.measure import decode_prompts
 from dspark.eval.probe import Probe
 from dspark.eval.tasks import load_task
-from dspark.export import write_draft
+from dspark.export import read_draft, write_draft
 from dspark.model_folder import Checkpoint
 from dspark.target.loading import load_target, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
@@ -64,6 +65,20 @@ def decode_and_keep_best(learner: Learner, probe: Probe | None, step: int, origi
             write_draft(draft, run.train.folder / BEST, folder_fields(run), provenance=made)
     learner.accelerator.wait_for_everyone()
     return found
+
+
+def told_change(run: RunConfig, probe: Probe | None, draft: DraftModel) -> str:
+    """What training changed in the draft that it began from, on the probe's prompts; without a probe, how to ask."""
+    began = str(run.train.init_from)
+    if probe is None:
+        hint = f"dspark eval it, then {run.train.folder / 'draft'} with --against"
+        return f"what changed since {began} was not measured (train.probe_every_steps is 0): {hint}"
+    assert draft.embedding_VD is not None and draft.head_VD is not None  # noqa: PT018
+    start = read_draft(Path(began), (draft.embedding_VD, draft.head_VD), device=str(draft.embedding_VD.device))
+    found = probe.change(start, draft)
+    low, high = found.interval
+    difference = f"{found.difference:+.2f} ({low:+.2f} to {high:+.2f}, {found.num_prompts} prompts)"
+    return f"since {began}: acceptance length {found.second:.2f} -> {found.first:.2f}, {difference}"
 
 
 def kept_length(best: Path) -> float:

@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.config import DraftConfig
 from dspark.kernels.anchor_attention import anchor_attention
 from dspark.layers.mlp import SwiGLU
 from dspark.layers.rms_norm import RMSNorm
-from dspark.layers.rotary import rotate_half_pairs
+from dspark.layers.rotary import rotary_angles, rotate_half_pairs, turned
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine [N, E / 2] of the positions of some rows."""
@@ -18,6 +21,20 @@ Memory = Callable[["DraftAttention", Tensor, Tensor, Tensor], Tensor]
 """Given a layer's attention and the queries [N, H, E], keys and values [N, G, E] of the slots of blocks: what the
 slots read [N, H, E], from the context and from their own block.
 """
+
+
+def draft_rotary(config: DraftConfig, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    """Cosine and sine of integer positions [...] as the draft turns them: [..., E / 2] each, in ``dtype``.
+    Source: scaled frequencies, and the factor on both, are those of transformers' ``ROPE_INIT_FUNCTIONS``.
+    """
+    scaling = config.rope_scaling
+    if scaling is None:
+        return rotary_angles(positions, config.head_dim, config.rope_theta, dtype)
+    shape = config.model_dump(include={"head_dim", "max_position_embeddings"})
+    rope = Qwen3Config(**shape, rope_parameters=scaling | {"rope_theta": config.rope_theta})
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](rope, positions.device)
+    cos, sin = turned(positions, frequencies.double(), torch.float64)
+    return (cos * factor).to(dtype), (sin * factor).to(dtype)
 
 
 class DraftAttention(nn.Module):

@@ -10,12 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dspark.config import DraftConfig
 from dspark.draft.anchors import gather_positions, slot_positions
-from dspark.draft.backbone import Anchored, DraftLayer, Memory, Rotary
+from dspark.draft.backbone import Anchored, DraftLayer, Memory, Rotary, draft_rotary
 from dspark.draft.confidence import ConfidenceHead
 from dspark.draft.markov import MARKOV_HEADS
 from dspark.errors import DraftMismatchError
 from dspark.layers.rms_norm import RMSNorm
-from dspark.layers.rotary import rotary_angles
 
 
 class DraftOutput(NamedTuple):
@@ -108,25 +107,26 @@ class DraftModel(nn.Module):
     def rotary(self, positions_N: Tensor) -> Rotary:
         """Cosine and sine of positions, float32 or better whatever the draft's dtype."""
         dtype = torch.promote_types(self.fc.weight.dtype, torch.float32)
-        return rotary_angles(positions_N, self.config.head_dim, self.config.rope_theta, dtype)
+        return draft_rotary(self.config, positions_N, dtype)
 
-    def blocks(self, anchor_ids_A: Tensor, positions_AK: Tensor, memories: Sequence[Memory]) -> Tensor:
-        """Run the layers over blocks [anchor, mask, mask, ...]. Returns: [A, K, D] after the final norm.
-        Shapes: positions_AK int64, of the slots in their text; one memory a layer.
+    def blocks(self, anchor_ids_A: Tensor, positions_A: Tensor, memories: Sequence[Memory]) -> Tensor:
+        """Run the layers over blocks [anchor, mask, mask, ...]. Returns: the slots [A, K, D] after the final norm.
+        Shapes: positions_A int64, of the anchors in their text; one memory a layer.
         """
         assert self.embedding_VD is not None, "bind the target's tables first"
-        ids_AK = torch.full_like(positions_AK, self.config.mask_token_id)
-        ids_AK[:, 0] = anchor_ids_A
-        hidden_ND = functional.embedding(ids_AK.flatten(), self.embedding_VD).to(self.fc.weight.dtype)
-        rotary = self.rotary(positions_AK.flatten())
+        positions_AQ = slot_positions(positions_A, self.config.num_rows)
+        ids_AQ = torch.full_like(positions_AQ, self.config.mask_token_id)
+        ids_AQ[:, 0] = anchor_ids_A
+        hidden_ND = functional.embedding(ids_AQ.flatten(), self.embedding_VD).to(self.fc.weight.dtype)
+        rotary = self.rotary(positions_AQ.flatten())
         for layer, memory in zip(self.layers, memories, strict=True):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 given = (hidden_ND, rotary, memory)
                 hidden_ND = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden_ND = layer(hidden_ND, rotary, memory)
-        hidden_AKD: Tensor = self.norm(hidden_ND).view(*positions_AK.shape, -1)
-        return hidden_AKD
+        hidden_AQD: Tensor = self.norm(hidden_ND).view(*positions_AQ.shape, -1)
+        return hidden_AQD[:, -self.config.block_size :]
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """The target's head on hidden states, before the Markov bias. Returns: float32 or better [..., V]."""
@@ -147,8 +147,7 @@ class DraftModel(nn.Module):
         places_AK = slot_positions(anchors_A, self.config.block_size)
         previous_ids_AK = gather_positions(ids_T, places_AK)
         memory = Anchored(self.context(taps_TLD), self.rotary(positions_T), starts_A, anchors_A)
-        positions_AK = places_AK - starts_A[:, None]
-        hidden_AKD = self.blocks(previous_ids_AK[:, 0], positions_AK, [memory] * len(self.layers))
+        hidden_AKD = self.blocks(previous_ids_AK[:, 0], anchors_A - starts_A, [memory] * len(self.layers))
         embedded_AKR = self.markov_head.embed(previous_ids_AK)
         mixed_AKR = self.markov_head(embedded_AKR, hidden_AKD)
         confidence = None if self.confidence_head is None else self.confidence_head(hidden_AKD, embedded_AKR)

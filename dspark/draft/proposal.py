@@ -62,10 +62,10 @@ def propose(
     Source: DSpark (arXiv 2607.05147), inference; DeepSpec (specs/dspark.md 6, steps 1 and 2).
     """
     device, head = draft.fc.weight.device, draft.markov_head
-    positions_K = torch.arange(cache.num_tokens, cache.num_tokens + draft.config.block_size, device=device)
+    position_1 = torch.tensor([cache.num_tokens], device=device)
     ids = [torch.tensor(anchor_id, device=device)]
     memories = [cache.memory(layer) for layer in range(len(draft.layers))]
-    hidden_KD = draft.blocks(ids[0].view(1), positions_K[None], memories)[0, :num_drafts]
+    hidden_KD = draft.blocks(ids[0].view(1), position_1, memories)[0, :num_drafts]
     state_R = hidden_KD.new_zeros(draft.config.markov_rank)
     embedded, logits = [], []
     for hidden_D, base_V in zip(hidden_KD, draft.base_logits(hidden_KD), strict=True):

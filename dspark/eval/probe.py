@@ -7,12 +7,13 @@ import torch
 
 from dspark.data.chat import Encoded
 from dspark.decode.generation import DraftSpeaker
+from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling
 from dspark.decode.teacher_forced import estimate
 from dspark.draft.model import DraftModel
 from dspark.errors import PromptError
 from dspark.eval.measure import decode_prompts
-from dspark.eval.statistics import acceptance_statistics, difference_of_means
+from dspark.eval.statistics import PairedComparison, acceptance_statistics, compare_pairs, difference_of_means
 from dspark.types import Reading, Target, TargetOutput
 
 
@@ -30,10 +31,18 @@ class Probe(NamedTuple):
         """Decode with the draft as it is; training goes on as if nothing had happened. Returns: the mean acceptance
         length with the bonus token, over the rounds of all prompts. Raises: PromptError when there is no round.
         """
+        return acceptance_statistics(list(self.rounds(draft).values())).mean_acceptance_length
+
+    def change(self, start: DraftModel, draft: DraftModel) -> PairedComparison:
+        """The draft against the one that it was trained from, prompt by prompt. Raises: as a call."""
+        return compare_pairs(self.rounds(draft), self.rounds(start))
+
+    def rounds(self, draft: DraftModel) -> dict[int, Sequence[Round]]:
+        """Of every prompt. Raises: PromptError when there is no round."""
         texts = decode_prompts(DraftSpeaker(self.target, draft), self.prompts, self.sampling, self.seed)
         if not any(text.rounds for text in texts):
             raise PromptError("probe: all texts stopped at their first token; use prompts that the target answers")
-        return acceptance_statistics([text.rounds for text in texts]).mean_acceptance_length
+        return {number: text.rounds for number, text in enumerate(texts)}
 
 
 class TapCost(NamedTuple):

@@ -1,12 +1,14 @@
-"""config.json of an exported draft: what is written, what may never be written, what is understood when read."""
+"""config.json of an exported draft: what is written for which runtime, what never, what is understood when read."""
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dspark.config import DraftConfig, read_yaml, validated
 from dspark.errors import CheckpointError, ConfigError
+from dspark.export.layouts import Layout, recognise, speculators_json
 from dspark.files import read_json
 
+Runtime = Literal["hf", "sglang", "vllm", "speculators", "deepspec"]
 Architecture = Literal["LingDSparkModel", "Qwen3DSparkModel"]
 READABLE_ARCHITECTURES = ("LingDSparkModel", "Qwen3DSparkModel", "DSparkDraftModel")
 _LAYOUT = read_yaml(Path(__file__).with_name("layout.yaml"), "the layout of config.json")
@@ -19,7 +21,7 @@ def architecture_for(target_architecture: str) -> Architecture:
 
 class FolderFields(NamedTuple):
     """What config.json says beside the architecture of the draft: the target's three ids, the anchors of its training,
-    and the tag by which a runtime picks its class (Qwen3's for vLLM without the Ling draft, llama.cpp, DeepSpec).
+    and the tag by which a runtime picks its class.
     """
 
     eos_token_id: int
@@ -29,40 +31,55 @@ class FolderFields(NamedTuple):
     architecture: Architecture = "LingDSparkModel"
 
 
-def config_json(config: DraftConfig, fields: FolderFields) -> dict[str, Any]:
-    """The mapping to write as config.json: ``layout.yaml`` with what differs from draft to draft.
-    Raises: ConfigError when the mask token is the target's end or padding token, which a slot reads as a real one.
+def config_json(config: DraftConfig, fields: FolderFields, runtime: Runtime = "hf", target: str = "") -> dict[str, Any]:
+    """The mapping to write as config.json: ``layout.yaml`` with what differs from draft to draft. ``target`` is where
+    the speculators package finds the target.
+    Raises: ConfigError when the mask token is the target's end or padding token, which a slot reads as a real one, or
+    naming the field that the runtime has no room for.
     """
     mask = config.mask_token_id
     if mask in (fields.eos_token_id, fields.pad_token_id):
         raise ConfigError(f"draft.mask_token_id {mask} is the target's end or padding token; choose another id")
+    for name, values in _LAYOUT["cannot"].get(runtime, {}).items():
+        if (value := getattr(config, name)) in values:
+            raise ConfigError(f"draft.{name}: {value!r} is not supported by {runtime}; export for another runtime")
     own = {
-        "architectures": [fields.architecture],
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        # vLLM may not know the Ling tag yet, and DeepSpec does not.
+        "architectures": ["Qwen3DSparkModel" if runtime in ("vllm", "deepspec") else fields.architecture],
+        "rope_parameters": (config.rope_scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
         "layer_types": ["full_attention"] * config.num_hidden_layers,
     }
     others = fields._asdict()
     del others["architecture"]
-    return {**_LAYOUT["written"], **own, **others, **config.model_dump(mode="json")}
+    tree = {**_LAYOUT["written"], **own, **others, **config.model_dump(mode="json", exclude={"rope_scaling"})}
+    return speculators_json(tree, target) if runtime == "speculators" else tree
 
 
 def read_draft_config(folder: Path) -> DraftConfig:
-    """Read the architecture from an exported folder, ours or another trainer's of the same layout.
-    Raises: CheckpointError without a config.json; ConfigError naming a key that is missing or not computed here.
+    """The architecture in a draft's folder, ours or another trainer's. Raises: as ``read_layout``."""
+    return read_layout(folder)[0]
+
+
+def read_layout(folder: Path, num_target_layers: int | None = None) -> tuple[DraftConfig, Layout]:
+    """The architecture, and the layout in which it stands. ``num_target_layers``: the target's, for a file without it.
+    Raises: CheckpointError without a config.json; ConfigError naming a key that is missing, ambiguous or not computed
+    here.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected the folder of an exported draft (dspark export)")
-    tree = read_json(path)
+    layout = recognise(path, read_json(path))
+    tree = layout.tree
     _refuse_other_networks(path, tree)
-    rope = tree.get("rope_parameters") or {}
-    known = {key: tree[key] for key in DraftConfig.model_fields if key in tree}
-    known.setdefault("rope_theta", rope.get("rope_theta"))
+    known = {key: tree[key] for key in DraftConfig.model_fields if tree.get(key) is not None}
+    if num_target_layers is not None:
+        known.setdefault("num_target_layers", num_target_layers)
     needed = {"block_size", "markov_rank", "markov_head_type", "enable_confidence_head", "rms_norm_eps"}
+    needed |= {"rope_theta", "num_target_layers"}
     absent = sorted(key for key in needed if key not in known)
     if absent:
         raise ConfigError(f"{path}: {', '.join(absent)} missing at the top level; runtimes and we never assume it")
-    return validated(DraftConfig, known, path)
+    return validated(DraftConfig, known, path, is_strict=True), layout
 
 
 def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:
@@ -75,11 +92,5 @@ def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:
     kinds = tree.get("layer_types") or ["full_attention"]
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ConfigError(f"{path}: layer_types holds {kinds}, only full_attention is supported")
-    rope = tree.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"{path}: rope_parameters is {rope!r}, expected a mapping")
-    rope_type = rope.get("rope_type", "default")
-    if rope_type != "default":
-        raise ConfigError(f"{path}: rope_parameters.rope_type is {rope_type!r}, only 'default' is supported")
     if tree.get("draft_vocab_size", tree.get("vocab_size")) != tree.get("vocab_size"):
         raise ConfigError(f"{path}: draft_vocab_size {tree['draft_vocab_size']} differs from vocab_size")

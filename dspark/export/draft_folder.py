@@ -11,7 +11,8 @@ import torch
 from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, DraftMismatchError
-from dspark.export.draft_config import READABLE_ARCHITECTURES, FolderFields, config_json, read_draft_config
+from dspark.export.draft_config import READABLE_ARCHITECTURES, FolderFields, Runtime, config_json, read_layout
+from dspark.export.layouts import Layout, canonical_names
 from dspark.files import file_sha256, read_json, save_tensors, whole_folder
 from dspark.model_folder import SINGLE_FILE, Checkpoint
 
@@ -20,10 +21,14 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def draft_parameter_count(config: DraftConfig, with_tables: bool = False) -> int:
-    """Number of parameters in the exported file; allocates nothing. Source: specs/dspark.md 1.10."""
-    with torch.device("meta"):
-        own: int = sum(tensor.numel() for tensor in DraftModel(config).state_dict().values())
-    return own + with_tables * 2 * config.vocab_size * config.hidden_size
+    """Number of parameters in the exported file, by the formula of specs/dspark.md 1.10 and the heads of 3.1."""
+    width, rank, heads = config.hidden_size, config.markov_rank, config.num_attention_heads + config.num_key_value_heads
+    layer = 2 * width * heads * config.head_dim + 2 * config.head_dim + 2 * width + 3 * width * config.intermediate_size
+    mixing = {"vanilla": 0, "gated": (width + rank + 1) * rank, "rnn": (width + 2 * rank + 1) * 3 * rank}
+    confidence = config.enable_confidence_head * (width + config.confidence_head_with_markov * rank + 1)
+    own = config.num_hidden_layers * layer + len(config.target_layer_ids) * width**2 + 2 * width
+    own += 2 * config.vocab_size * rank + mixing[config.markov_head_type] + confidence
+    return own + with_tables * 2 * config.vocab_size * width
 
 
 def write_draft(
@@ -31,20 +36,23 @@ def write_draft(
     folder: Path,
     fields: FolderFields,
     *,
-    with_tables: bool = False,
+    runtime: Runtime = "hf",
     provenance: Mapping[str, object] | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the folder that SGLang (``--speculative-draft-model-path``), vLLM and ``read_draft`` load.
+    """Write the folder that ``runtime`` loads (hf: SGLang, transformers and we), and ``read_draft``.
 
-    Weights are rounded to bfloat16. ``with_tables`` adds bit-exact copies of the target's embedding and head, which
-    DeepSpec's loader needs. ``provenance`` goes to provenance.json, which runtimes ignore, with the sha256 of the
-    weights, which ``read_draft`` checks. The folder appears whole; an earlier draft at that place is replaced.
-    Raises: ConfigError as ``config_json``; CheckpointError when ``folder`` holds something that is not a draft, or a
-    weight is not finite. Source: specs/dspark.md 2.6, 3.1 and 3.3.
+    Weights are rounded to bfloat16. DeepSpec's loader needs bit-exact copies of the target's embedding and head, and a
+    draft with tables of its own brings these. ``provenance`` goes to provenance.json, which runtimes ignore, with the
+    sha256 of the weights, which ``read_draft`` checks; ``beside`` has further texts by their files' names. The folder
+    appears whole; an earlier draft at that place is replaced. Raises: ConfigError as ``config_json``; CheckpointError
+    when ``folder`` holds something that is not a draft, or a weight is not finite.
+    Source: specs/dspark.md 2.6, 3.1 and 3.3.
     """
-    folder = folder.absolute()
-    config = config_json(draft.config, fields)
+    folder, made = folder.absolute(), dict(provenance or {})
+    config = config_json(draft.config, fields, runtime, str(made.get("target", "")))
     _refuse_to_replace(folder)
+    with_tables = has_tables(draft.config, runtime)
     tensors = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
     if with_tables:
         tensors |= dict(zip(TABLES, (draft.embedding_VD, draft.head_VD), strict=True))
@@ -52,38 +60,77 @@ def write_draft(
     if wrong:
         raise CheckpointError(f"{folder}: not written, {wrong[0]} holds numbers that are not finite")
     rounded = {name: tensor.to("cpu", torch.bfloat16, copy=True).contiguous() for name, tensor in tensors.items()}
-    with whole_folder(folder) as partial:
-        save_tensors(rounded, partial / SINGLE_FILE, metadata={"format": "pt"})
-        made = dict(provenance or {}) | {"weights_sha256": file_sha256(partial / SINGLE_FILE)}
-        for name, tree in (("config.json", config), (PROVENANCE, made)):
-            (partial / name).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    with whole_folder(folder) as place:
+        save_tensors(rounded, place / SINGLE_FILE, metadata={"format": "pt"})
+        made["weights_sha256"] = file_sha256(place / SINGLE_FILE)
+        trees = {"config.json": config, PROVENANCE: made}
+        texts = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()} | dict(beside or {})
+        for name, text in texts.items():
+            (place / name).write_text(text, encoding="utf-8")
+        written = Checkpoint(place)
+        written.check(rounded)
+        assert written.num_parameters == draft_parameter_count(draft.config, with_tables)
+
+
+def has_tables(config: DraftConfig, runtime: Runtime) -> bool:
+    """Whether the folder for a runtime holds an embedding and a head."""
+    return runtime == "deepspec" or config.own_tables
 
 
 def read_draft(
-    folder: Path, tables: tuple[torch.Tensor, torch.Tensor], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    folder: Path,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    is_taking_tables: bool = False,
+    num_target_layers: int | None = None,
 ) -> DraftModel:
-    """Load an exported draft, ours or a released one, and bind it to its target's (embedding_VD, head_VD).
+    """Load an exported draft, ours or one in another layout of ``layouts``, and bind it to its target's
+    (embedding_VD, head_VD), or to its own where its config.json says so.
 
-    A file with its own copies of these tables must hold the same numbers.
+    A file with its own copies of these tables must hold the same numbers, unless ``is_taking_tables``: then a draft of
+    other ones reads those. Rows of neighbouring rotary pairs are put in the order of halves, which changes no product.
     Raises: CheckpointError naming missing, unexpected, wrongly shaped or damaged tensors; DraftMismatchError when the
     draft's vocabulary, width or tables are not the target's; ConfigError for another kind of network.
     """
     vocab_size, hidden_size = tables[0].shape
-    config = check_target(folder, vocab_size=vocab_size, hidden_size=hidden_size)
+    check_target(folder, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_target_layers)
+    config, layout = read_layout(folder, num_target_layers)
     with torch.device("meta"):
         draft = DraftModel(config)
     checkpoint, expected = Checkpoint(folder), draft.state_dict()
-    own = dict(zip(TABLES, tables, strict=True)) if set(TABLES) & set(checkpoint.names) else {}
-    checkpoint.check(expected | own, any_dtype=True)
+    checkpoint.rename(canonical_names(folder, checkpoint.names))
+    has_own = config.own_tables or bool(set(TABLES) & set(checkpoint.names))
+    checkpoint.check(expected | (dict(zip(TABLES, tables, strict=True)) if has_own else {}), any_dtype=True)
+    assert checkpoint.num_parameters == draft_parameter_count(config, has_own)
     _check_sha256(folder)
-    for name, table_VD in own.items():
-        own_VD = _finite(checkpoint, name)
-        if not torch.equal(own_VD, table_VD.detach().to("cpu", own_VD.dtype)):
-            raise DraftMismatchError(f"{folder}: {name} differs from the target's; use the draft's own target")
-    weights = {name: _finite(checkpoint, name).to(device, dtype) for name in expected}
+    if has_own:
+        own = [_finite(checkpoint, name) for name in TABLES]
+        wrong = [
+            name
+            for name, own_VD, table_VD in zip(TABLES, own, tables, strict=True)
+            if not torch.equal(own_VD, table_VD.detach().to("cpu", own_VD.dtype))
+        ]
+        if wrong and not (config.own_tables or is_taking_tables):
+            hint = "use the draft's own target, or dspark import --own-tables"
+            raise DraftMismatchError(f"{folder}: {wrong[0]} differs from the target's; {hint}")
+        if wrong:
+            draft.config = config.model_copy(update={"own_tables": True})
+            tables = (own[0].to(tables[0]), own[1].to(tables[1]))
+    weights = {name: _halves(config, layout, name, _finite(checkpoint, name)).to(device, dtype) for name in expected}
     draft.load_state_dict(weights, assign=True)
     draft.bind(*tables)
     return draft.eval().requires_grad_(False)
+
+
+def _halves(config: DraftConfig, layout: Layout, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight whose rows follow the draft's pairing of rotary rows, in the order of halves."""
+    if layout.is_neox or not name.endswith(("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")):
+        return tensor
+    pairs = torch.unflatten(tensor, 0, (-1, config.head_dim // 2, 2))
+    halves: torch.Tensor = pairs.transpose(1, 2).flatten(0, 2).contiguous()
+    return halves
 
 
 def draft_fingerprint(folder: Path) -> str:
@@ -101,14 +148,14 @@ def check_target(
     ``fingerprint`` is the target's; a draft whose provenance names its own target's must have the same.
     Raises: DraftMismatchError naming every field that differs; ConfigError or CheckpointError as ``read_draft_config``.
     """
-    config = read_draft_config(folder)
+    config, _ = read_layout(folder, num_layers)
     both = {"vocab_size": (config.vocab_size, vocab_size), "hidden_size": (config.hidden_size, hidden_size)}
     if num_layers is not None:
         both["num_target_layers"] = (config.num_target_layers, num_layers)
     wrong = [f"{name} is {its} in the draft and {own} in the target" for name, (its, own) in both.items() if its != own]
     if wrong:
         raise DraftMismatchError(f"{folder}: this draft belongs to another target: {'; '.join(wrong)}; use its own")
-    trained_for = _read_provenance(folder).get("target_fingerprint", fingerprint)
+    trained_for = read_provenance(folder).get("target_fingerprint", fingerprint)
     if fingerprint is not None and trained_for != fingerprint:
         raise DraftMismatchError(
             f"{folder}: this draft was trained for the target with fingerprint {trained_for}, this one has "
@@ -119,13 +166,13 @@ def check_target(
 
 def _check_sha256(folder: Path) -> None:
     """A provenance.json with a sum makes flipped bits visible; drafts of other trainers have none."""
-    path, expected = folder / SINGLE_FILE, _read_provenance(folder).get("weights_sha256")
+    path, expected = folder / SINGLE_FILE, read_provenance(folder).get("weights_sha256")
     if expected is not None and expected != (found := file_sha256(path)):
         raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; export it again")
 
 
-def _read_provenance(folder: Path) -> dict[str, Any]:
-    """What provenance.json says; nothing for a draft without one."""
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """What a draft's provenance.json says; nothing for a draft without one."""
     path = folder / PROVENANCE
     return read_json(path) if path.is_file() else {}
 

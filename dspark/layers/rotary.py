@@ -10,7 +10,12 @@ def rotary_angles(positions: Tensor, width: int, theta: float, dtype: torch.dtyp
     262,144 loses nothing. Source: Su et al. 2021 (arXiv 2104.09864), section 3.2.2.
     """
     steps = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
-    angles = positions.to(torch.float64).unsqueeze(-1) * theta ** (-steps / width)
+    return turned(positions, theta ** (-steps / width), dtype)
+
+
+def turned(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of ``position * frequency``: positions [...], float64 frequencies [E2], results [..., E2]."""
+    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

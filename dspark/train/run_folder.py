@@ -41,7 +41,7 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
     if (folder / BEST).is_dir():
         before, now = _probe_facts(load_run(path)), _probe_facts(run)
         pairs += [(name, before[name], now[name]) for name in now]
-    for name, there, here in [*pairs, (RECORD, _recorded(folder / PROVENANCE), launch[RECORD])]:
+    for name, there, here in [*pairs, (RECORD, last_launch(folder)[RECORD], launch[RECORD])]:
         if there != here:
             raise ConfigError(f"{path}: {name} is {there} there and {here} now; choose another train.folder")
 
@@ -57,10 +57,12 @@ def _probe_facts(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def _recorded(path: Path) -> str:
-    """The record's manifest of the last launch. Raises: ConfigError when the file is missing or damaged."""
+def last_launch(folder: Path) -> dict[str, Any]:
+    """Where the last launch came from. Raises: ConfigError when the file is missing or damaged."""
+    path = folder / PROVENANCE
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))[-1][RECORD])
+        launch: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))[-1]
+        return launch | {RECORD: str(launch[RECORD])}
     except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path}: expected a list of launches ({error!r}); choose another train.folder") from error
 

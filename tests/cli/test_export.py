@@ -1,6 +1,7 @@
 """dspark export: a checkpoint or a draft becomes the folder that was asked for."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from tiny import PAD_TOKEN_ID, STOP_TOKEN_ID, write_tiny_ling
 from training_run import run_fields
 from typer.testing import CliRunner
 
+from dspark.cli.export.card import render_card
 from dspark.cli.main import app, main
-from dspark.config import RunConfig, save_run
+from dspark.config import DraftConfig, RunConfig, save_run
 from dspark.draft.model import DraftModel
-from dspark.errors import DraftMismatchError
-from dspark.export import read_draft
+from dspark.errors import ConfigError, DraftMismatchError
+from dspark.export import draft_parameter_count, read_draft
 from dspark.target.loading import load_tables
 from dspark.train.checkpoint import Progress, save_checkpoint
 
@@ -37,6 +39,7 @@ def run(tmp_path: Path) -> RunConfig:
         parameters = {name: parameter.detach() for name, parameter in draft.named_parameters()}
         moments = {f"{moment}.{name}": t * 0 for moment in ("exp_avg", "exp_avg_sq") for name, t in parameters.items()}
         save_checkpoint(folder / "checkpoints", Progress(step, step), parameters, moments)
+    (folder / "provenance.json").write_text(json.dumps([{"record_manifest_sha256": "0" * 64}]))
     return config
 
 
@@ -73,7 +76,7 @@ def test_the_newest_checkpoint_or_the_one_asked_for_is_exported(run: RunConfig, 
 
 def test_a_draft_is_written_again_in_another_form(run: RunConfig, tmp_path: Path) -> None:
     export("--run", run.train.folder, "--out", tmp_path / "one")
-    words = ("--target", run.target.path, "--architecture", "Qwen3DSparkModel", "--with-tables")
+    words = ("--target", run.target.path, "--runtime", "deepspec")
     export("--draft", tmp_path / "one", *words, "--out", tmp_path / "two")
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert two.keys() - one.keys() == TABLES
@@ -86,6 +89,59 @@ def test_a_draft_is_written_again_in_another_form(run: RunConfig, tmp_path: Path
     write_tiny_ling(tmp_path / "other", seed=1)
     with pytest.raises(DraftMismatchError, match="trained for the target with fingerprint"):
         export("--draft", tmp_path / "one", "--target", tmp_path / "other", "--out", tmp_path / "three")
+
+
+@pytest.mark.parametrize("runtime", ["hf", "sglang", "vllm", "speculators", "deepspec"])
+def test_the_card_tells_where_a_draft_comes_from_and_how_it_is_served(
+    run: RunConfig, tmp_path: Path, runtime: str
+) -> None:
+    launch = {"run": "a-run", "record_manifest_sha256": "f" * 64, "target_fingerprint": "0" * 64}
+    (run.train.folder / "provenance.json").write_text(json.dumps([launch | {"run": "another"}, launch]))
+    temperatures = tmp_path / "t.json"
+    temperatures.write_text(json.dumps({"temperatures": [1.0] * run.draft.block_size}))
+    words = ("--runtime", runtime, "--temperatures", temperatures)
+    export("--run", run.train.folder, "--out", tmp_path / "draft", *words)
+    card = (tmp_path / "draft" / "README.md").read_text()
+    assert card.startswith(f"---\nbase_model: {run.target.path}\n")
+    for line in ("| run | a-run |", f"| record, sha256 of its manifest | {'f' * 64} |", "target, fingerprint"):
+        assert line in card
+    count = draft_parameter_count(run.draft, runtime == "deepspec")
+    assert f"{count:,} parameters in this folder" in card
+    rows = run.draft.block_size + 1
+    assert ("--speculative-algorithm DSPARK" in card) == (runtime in ("hf", "sglang"))
+    assert ("--linear-replayssm-cache-len 16" in card) == (runtime in ("hf", "sglang"))
+    assert 8 < 2 * rows <= 16
+    assert "\n\n\n" not in card
+    assert (f'"num_speculative_tokens": {rows - 1}' in card) == (runtime in ("hf", "vllm", "speculators"))
+    assert ("confidence-sts-path THIS_FOLDER/temperatures.json`" in card) == (runtime in ("hf", "sglang"))
+    assert (tmp_path / "draft" / "temperatures.json").read_bytes() == temperatures.read_bytes()
+
+
+def test_the_ring_of_a_block_of_eight_holds_32() -> None:
+    draft = DraftConfig.model_validate(yaml.safe_load(Path("configs/ling-3.0-flash.yaml").read_text())["draft"])
+    assert "--linear-replayssm-cache-len 32" in render_card(draft, "sglang", "BailingMoeV3ForCausalLM", {"target": "x"})
+    assert "replayssm" not in render_card(draft, "sglang", "Qwen3ForCausalLM", {"target": "x"})
+
+
+def test_what_was_measured_is_told_of_the_very_draft_alone(tmp_path: Path) -> None:
+    """An evaluation of the shipped draft, and of a copy with another byte in its config.json."""
+    nano, found = Path("data/nano/draft"), tmp_path / "evaluation"
+    command = ["eval", "--target", "ling-3.0-nano", "--draft", str(nano), "--tasks", "heldout", "--max-prompts", "2"]
+    done = CliRunner().invoke(app, [*command, "--max-new-tokens", "8", "--out", str(found)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    words = ("--target", "ling-3.0-nano", "--evaluation", found, "--out", tmp_path / "out")
+    export("--draft", nano, *words)
+    card, report = (tmp_path / "out" / "README.md").read_text(), json.loads((found / "report.json").read_text())
+    for row in report["measurements"]:
+        length, interval = row["acceptance"]["mean_acceptance_length"], row["acceptance"]["interval"]
+        assert (
+            f"| heldout | {row['temperature']:g} | 2 | {length:.2f} ({interval[0]:.2f} - {interval[1]:.2f}) |" in card
+        )
+    shutil.copytree(nano, tmp_path / "other")
+    with (tmp_path / "other" / "config.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(ConfigError, match="it measured the draft data/nano/draft"):
+        export("--draft", tmp_path / "other", *words)
 
 
 def test_the_end_token_is_not_padding_although_the_target_stops_on_both(run: RunConfig, tmp_path: Path) -> None:

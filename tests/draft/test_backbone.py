@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from exported import SMALL
 from golden_draft import CASES, DTYPES, close, exact, golden_case
 from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from dspark.draft.backbone import DraftAttention
+from dspark.draft.backbone import DraftAttention, draft_rotary
 from dspark.kernels.anchor_attention import attend
 from dspark.layers.rotary import rotate_half_pairs, rotate_interleaved_pairs
 
@@ -66,3 +69,32 @@ def test_attention_equals_softmax_written_out_for_every_grouping(
         scores_NJ = queries_NHE[:, head] @ keys_JGE[:, source].T / 8**0.5
         read_NHE[:, head] = scores_NJ.masked_fill(~visible_NJ, -torch.inf).softmax(-1) @ values_JGE[:, source]
     torch.testing.assert_close(found_ND, attention.o_proj(read_NHE.flatten(1)))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 65_536},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 8192},
+    ],
+    ids=lambda scaling: "default" if scaling is None else scaling["rope_type"],
+)
+def test_positions_are_turned_as_transformers_does(scaling: dict[str, Any] | None) -> None:
+    """An independent implementation of the pairing of halves, at positions 0, 7, 4095 and 200000, in float32 tables."""
+    config = SMALL.model_copy(update={"head_dim": 128, "max_position_embeddings": 262_144, "rope_scaling": scaling})
+    positions_N = torch.tensor([0, 7, 4095, 200_000])
+    heads_NE = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    rope = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+    theirs = Qwen3RotaryEmbedding(Qwen3Config(head_dim=128, max_position_embeddings=262_144, rope_parameters=rope))
+    cos_NE, sin_NE = (table[0] for table in theirs(heads_NE, positions_N[None]))
+    expected_NE, _ = apply_rotary_pos_emb(heads_NE[None, None], heads_NE[None, None], cos_NE[None], sin_NE[None])
+    cos, sin = draft_rotary(config, positions_N, torch.float32)
+    assert cos.dtype == torch.float32
+    # Their angles are float32, whose step at 200,000 is 2^-6.
+    torch.testing.assert_close(rotate_half_pairs(heads_NE, cos, sin), expected_NE[0, 0], atol=4e-2, rtol=0)
+    torch.testing.assert_close(cos[:3], cos_NE[:3, :64], atol=3e-4, rtol=0)
+    plain, _ = draft_rotary(config.model_copy(update={"rope_scaling": None}), positions_N, torch.float32)
+    assert torch.equal(cos, plain) == (scaling is None)

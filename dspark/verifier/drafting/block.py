@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dspark.draft.backbone import draft_rotary
 from dspark.errors import DraftMismatchError
 from dspark.kernels import MAX_TOKENS, block_attention, markov, projection, residual
-from dspark.layers.rotary import rotary_angles
 from dspark.types import TargetOutput
 from dspark.verifier.blocks import Chain, Window, feed
 from dspark.verifier.calls import Caller, call, named
@@ -41,6 +41,11 @@ class BlockDrafter:
         if not 1 <= num_drafts <= config.block_size < MAX_TOKENS:
             most = f"a cycle drafts 1 to block_size tokens, which is at most {MAX_TOKENS - 1}"
             raise DraftMismatchError(f"{most}; found {num_drafts} of block_size {config.block_size}")
+        if config.own_tables or not config.sample_from_anchor:
+            raise DraftMismatchError(
+                "the verifier drafts with the target's tables, from the anchor's own slot on; found own_tables "
+                f"{config.own_tables}, sample_from_anchor {config.sample_from_anchor}: give --engine reference"
+            )
         if (weights.shard, weights.norm_D.dtype) != (verifier.weights.shard, dtype):
             ours, theirs = f"{weights.norm_D.dtype} of {weights.shard}", f"{dtype} of {verifier.weights.shard}"
             raise DraftMismatchError(f"draft: {ours}, verifier: {theirs}; take part and dtype from the verifier")
@@ -52,7 +57,7 @@ class BlockDrafter:
         shape = (config.num_hidden_layers, num_heads, num_rows, config.head_dim)
         self.keys_LHJE, self.values_LHJE = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         positions_J = torch.arange(num_rows, device=device)
-        angles = rotary_angles(positions_J, config.head_dim, config.rope_theta, self._wide)
+        angles = draft_rotary(config, positions_J, self._wide)
         self._angles_JE2 = torch.stack(angles, -1)
         self._num_splits = min(-(-num_rows // SPLIT_ROWS), -(-PROGRAMS // num_heads))
         self._ids_K = torch.full((config.block_size,), config.mask_token_id, device=device)

@@ -257,3 +257,6 @@ def test_a_draft_of_another_target_or_a_window_that_is_not_there_is_refused(
             drafter_of(draft, num_drafts)
     with pytest.raises(DraftMismatchError, match="at most 15"):
         drafter_of(random_draft(block_size=16))
+    for changes in ({"own_tables": True}, {"sample_from_anchor": False}):
+        with pytest.raises(DraftMismatchError, match="give --engine reference"):
+            drafter_of(random_draft(**changes))

@@ -1,0 +1,102 @@
+"""dspark export: a draft as the folder that a runtime loads."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dspark.cli.export.card import CHAIN, evaluation_of, render_card
+from dspark.cli.identity import fields_of
+from dspark.config import is_positive, load_run
+from dspark.draft.model import DraftModel
+from dspark.errors import CheckpointError, ConfigError
+from dspark.export import (
+    Runtime,
+    check_target,
+    draft_parameter_count,
+    has_tables,
+    read_draft,
+    read_provenance,
+    write_draft,
+)
+from dspark.files import read_json
+from dspark.provenance import describe_launch
+from dspark.target.loading import load_tables, target_facts, target_fingerprint
+from dspark.train.checkpoint import checkpoints, finished_draft, load_checkpoint
+from dspark.train.optimizer import build_optimizer
+from dspark.train.run_folder import RUN, last_launch
+
+
+def export(
+    out: Annotated[Path, typer.Option(help="The folder to write; an earlier draft there is replaced.")],
+    run: Annotated[Path | None, typer.Option(help="A train.folder; its newest checkpoint is exported.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint of this step instead.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="An exported draft to write in another form.")] = None,
+    target: Annotated[str | None, typer.Option(help="Its target: a name or a folder. A run knows its own.")] = None,
+    runtime: Annotated[Runtime, typer.Option(help="Who is to load it; only config and names differ.")] = "hf",
+    evaluation: Annotated[
+        Path | None, typer.Option(help="Of --draft, by dspark eval --out: its table goes into the model card.")
+    ] = None,
+    temperatures: Annotated[Path | None, typer.Option(help="By dspark calibrate; laid beside the weights.")] = None,
+) -> None:
+    """Write a draft as the folder that a runtime loads, with a model card.
+
+    Training has already written one to TRAIN_FOLDER/draft, which is that of hf and SGLang; this writes it from a
+    checkpoint, or for another runtime. vLLM and DeepSpec know the Qwen3 tag, DeepSpec needs the target's embedding and
+    head beside the draft, speculators has a config of its own. What a runtime cannot say is refused by name.
+    """
+    if (run is None) == (draft is None):
+        raise ConfigError("dspark export: give either --run TRAIN_FOLDER or --draft FOLDER with --target")
+    if run is not None:
+        model, place, name, num_anchors = _from_run(run, step)
+        known = last_launch(run)
+    else:
+        assert draft is not None
+        if target is None:
+            raise ConfigError("--target: missing; name the target that the draft was trained for")
+        tables = load_tables(target)
+        vocab_size, hidden_size = tables[0].shape
+        check_target(draft, vocab_size=vocab_size, hidden_size=hidden_size, fingerprint=target_fingerprint(target))
+        model, place, name = read_draft(draft, tables), draft, target
+        num_anchors, known = num_anchors_of(draft), read_provenance(draft)
+    facts = target_facts(name)
+    made = {key: known[key] for key in CHAIN if key in known} | describe_launch(sys.argv)
+    made |= {"exported_from": str(place), "target": name, "target_fingerprint": target_fingerprint(name)}
+    report = evaluation_of(evaluation, draft) if evaluation else None
+    beside = {"temperatures.json": _temperatures(temperatures, model.config.block_size)} if temperatures else {}
+    beside["README.md"] = render_card(model.config, runtime, facts.architecture, made, report, bool(temperatures))
+    write_draft(model, out, fields_of(facts, num_anchors), runtime=runtime, provenance=made, beside=beside)
+    count = draft_parameter_count(model.config, has_tables(model.config, runtime))
+    Console().print(f"{out}: {count:,} parameters for {runtime}, from {place}", highlight=False)
+
+
+def num_anchors_of(folder: Path) -> int:
+    """What a draft's config.json says of its training, or what is usual."""
+    found = read_json(folder / "config.json").get("num_anchors")
+    return found if isinstance(found, int) else 512
+
+
+def _temperatures(path: Path, block_size: int) -> str:
+    """The file, as it is. Raises: ConfigError unless it has a temperature above 0 for every slot."""
+    found = read_json(path).get("temperatures")
+    if not isinstance(found, list) or len(found) != block_size or not all(is_positive(each) for each in found):
+        raise ConfigError(f"{path}: temperatures is {found!r:.80}, expected {block_size} numbers above 0")
+    return path.read_text(encoding="utf-8")
+
+
+def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, int]:
+    """The draft of a checkpoint, bound to its target; the checkpoint; the target's name; the anchors it trained on."""
+    run = load_run(folder / RUN)
+    found = checkpoints(folder / "checkpoints")
+    chosen = found[-1:] if step is None else [place for place in found if place.name == f"step-{step:08d}"]
+    if not chosen:
+        steps = ", ".join(str(int(place.name.removeprefix("step-"))) for place in found) or "none"
+        raise CheckpointError(f"{folder / 'checkpoints'}: no such checkpoint; the steps there are: {steps}")
+    model = DraftModel(run.draft)
+    optimizer = build_optimizer(model, run.train)
+    load_checkpoint(chosen[0], model, optimizer)
+    model = finished_draft(model, optimizer, run.train)
+    model.bind(*load_tables(run.target.path))
+    return model, chosen[0], run.target.path, run.train.num_anchors

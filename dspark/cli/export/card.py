@@ -1,0 +1,55 @@
+"""README.md of an exported draft: what it is, where it comes from, what was measured, how it is served."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from dspark.config import DraftConfig
+from dspark.errors import ConfigError
+from dspark.eval.evaluation import read_evaluation
+from dspark.eval.report import EvalReport
+from dspark.export import Runtime, draft_fingerprint, draft_parameter_count, has_tables
+
+CHAIN = {
+    "run": "run",
+    "step": "step of its best checkpoint",
+    "imported_from": "imported from",
+    "layout": "layout there",
+    "commit": "commit of dspark at export",
+    "record_manifest_sha256": "record, sha256 of its manifest",
+    "target_fingerprint": "target, fingerprint of config and weights",
+    "template_fingerprint": "chat template, sha256",
+}
+"""What is told of a draft's origin, from the draft back to the target, where its provenance knows it."""
+
+
+def render_card(
+    config: DraftConfig, runtime: Runtime, architecture: str, made: Mapping[str, Any],
+    report: EvalReport | None = None, has_temperatures: bool = False,
+) -> str:  # fmt: skip
+    """The card as Markdown. ``architecture``: the target's; ``made``: the draft's provenance, ``target`` among it."""
+    place = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(undefined=StrictUndefined, loader=place, trim_blocks=True, keep_trailing_newline=True)
+    chain = {title: made[key] for key, title in CHAIN.items() if made.get(key) is not None}
+    ring = 1 << (2 * (config.block_size + 1) - 1).bit_length()
+    count = draft_parameter_count(config, has_tables(config, runtime))
+    known = {
+        "target": made["target"],
+        "is_ling": architecture.startswith("Bailing"),
+        "has_temperatures": has_temperatures,
+    }
+    known |= {"config": config, "runtime": runtime, "chain": chain, "report": report, "ring": ring}
+    return environment.get_template("card.md.j2").render(known, parameters=count)
+
+
+def evaluation_of(folder: Path, draft: Path | None) -> EvalReport:
+    """The report in an evaluation's folder. Raises: ConfigError unless it measured the very draft; as
+    ``read_evaluation``.
+    """
+    report = read_evaluation(folder).report
+    if draft is None or report.draft.get("fingerprint") != draft_fingerprint(draft):
+        hint = "give that draft with --draft (training's own lies in TRAIN_FOLDER/draft)"
+        raise ConfigError(f"--evaluation {folder}: it measured the draft {report.draft.get('name')}; {hint}")
+    return report
