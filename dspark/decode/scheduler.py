@@ -44,10 +44,9 @@ class StepTimes:
 
     def __call__(self, num_tokens: int) -> float:
         """Raises: ConfigError outside of what was measured."""
-        if not (low := self._tokens[0]) <= num_tokens <= (high := self.most_tokens):
-            raise ConfigError(
-                f"{self._place}: measured from {low} to {high} tokens, asked for {num_tokens}; measure it"
-            )
+        if not self._tokens[0] <= num_tokens <= self.most_tokens:
+            reach = f"measured from {self._tokens[0]} to {self.most_tokens} tokens"
+            raise ConfigError(f"{self._place}: {reach}, asked for {num_tokens}; measure it")
         return float(interp(num_tokens, self._tokens, self._seconds))
 
 
