@@ -41,13 +41,15 @@ def calibrate(
     """
     times = StepTimes.read(step_times) if step_times else None
     evaluations = [read_evaluation(folder) for folder in runs]
+    texts = _drafted(evaluations)
     try:
-        fitted, tested = sts.split_by_prompt(_drafted(evaluations), SPLIT_SEED)
+        fitted, tested = sts.split_by_prompt(texts, SPLIT_SEED)
         fit_rounds, test_rounds = (sum(half, ()) for half in (fitted, tested))
         temperatures = sts.fit_temperatures(fit_rounds)
         before, after = (sts.product_calibrations(test_rounds, t) for t in ([1.0] * len(temperatures), temperatures))
     except ValueError as error:
         raise RecordError(f"{', '.join(map(str, runs))}: {error}") from error
+    rates = list(batch_rates(tested, temperatures, times)) if times else []
     measured = [m for evaluation in evaluations for m in evaluation.report.measurements]
     dataset = ", ".join(dict.fromkeys(f"{m.task} at T = {m.temperature:g}" for m in measured))
     eces = {"ece_before": [c.ece for c in before[:-1]], "ece_after": [c.ece for c in after[:-1]]}
@@ -61,9 +63,8 @@ def calibrate(
     console = Console(markup=False, emoji=False)
     halves = f"fitted on {len(fit_rounds)} rounds, tested on {len(test_rounds)} of other prompts"
     console.print(_table(f"{dataset}: {halves}", columns))
-    if times:
-        rates = zip(*batch_rates(tested, temperatures, times), strict=True)
-        console.print(_table("tokens a second", dict(zip(BatchRates._fields, rates, strict=True))))
+    if rates:
+        console.print(_table("tokens a second", dict(zip(BatchRates._fields, zip(*rates, strict=True), strict=True))))
     if plot:
         from dspark.eval.page.plots import png, styled  # matplotlib is heavy, and only a picture needs it
         from dspark.eval.page.sections import reliability_plot

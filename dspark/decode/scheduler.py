@@ -99,7 +99,7 @@ def best_budget(confidences: Confidences, step_times: StepTimes) -> int:
     Lossless for ``share`` only with confidences of an earlier step, for those of the tokens that are shared out would
     leak (see there). A text that had none then counts as sure of its whole block.
     Raises: ConfigError when not even an anchor a text was measured. Source: SGLang's planner (specs/dspark.md 6.2),
-    which also leaves out survivals below 1e-6 and verifies a drafted token of every text at least; this does neither.
+    which also leaves out survivals below 1e-6; this does not.
     """
     rates = _rates(confidences, step_times)
     return rates.index(max(rates))

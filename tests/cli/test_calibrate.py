@@ -25,7 +25,7 @@ from dspark.eval.report import EvalReport, write_json
 from dspark.eval.statistics import acceptance_statistics
 from dspark.eval.timing import DecodedText, Spread, Timing
 
-SLOTS, PROMPTS = 3, 40
+SLOTS, PROMPTS = 3, 24
 
 
 def texts(seed: int, temperature: float = 0.25) -> list[DecodedText]:
@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_evaluation(folder / "first")
     write_evaluation(folder / "second", seed=2, temperature=0.7)
     write_evaluation(folder / "other", draft="another")
-    (folder / "times.json").write_text('{"1": 1.0, "4": 1.3, "40": 8.0}')
+    (folder / "times.json").write_text('{"1": 1.0, "4": 1.3, "24": 5.0}')
     return folder
 
 
@@ -113,7 +113,7 @@ def test_a_curve_of_times_gives_budgets_and_a_plot_is_a_picture(place: Path, tmp
     picture = tmp_path / "pictures" / "reliability.png"
     said = run(place / "first", "--out", tmp_path / "t.json", "--step-times", place / "times.json", "--plot", picture)
     table = rows(said.split("tokens a second")[1])
-    assert [row[0] for row in table] == ["1", "2", "4", "8", "16"], "20 texts are tested"
+    assert [row[0] for row in table] == ["1", "2", "4", "8"], "12 texts are tested"
     for _, undrafted, whole, budget, budgeted, *_ in table:
         assert int(budget) > 0
         assert float(budgeted) > float(undrafted)
@@ -126,7 +126,8 @@ def test_what_cannot_be_used_is_one_line_and_nothing_is_written(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path / "t.json")]
-    different = "expected different folders, all of one draft on one target"
+    different = "dspark: EVAL_FOLDER: expected different folders, all of one draft on one target"
+    (tmp_path / "late.json").write_text('{"2": 1.0, "4": 1.3}')
     bare = tmp_path / "bare"
     shutil.copytree(place / "first", bare)
     lines = [json.loads(line) for line in (bare / "texts.jsonl").read_text().splitlines()]
@@ -137,7 +138,8 @@ def test_what_cannot_be_used_is_one_line_and_nothing_is_written(
         ([place / "first", place / "other"], different),
         ([place / "first", place / "first"], different),
         ([tmp_path / "none"], "expected the folder of a finished dspark eval --out"),
-        ([bare], "expected those of a draft with a confidence head"),
+        ([place / "first", "--step-times", tmp_path / "late.json"], f"dspark: {tmp_path}/late.json: measured from 2"),
+        ([bare], f"dspark: {bare}: rounds with [0] confidences; expected those of a draft with a confidence head"),
         ([place / "first", "--step-times", place / "first" / "report.json"], "expected seconds by number of tokens"),
     ):
         assert message in failure(monkeypatch, capsys, ["calibrate", *map(str, words), *out])
