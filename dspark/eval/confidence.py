@@ -72,16 +72,17 @@ def confidence_statistics(rounds: Sequence[Round]) -> ConfidenceStatistics:
     return ConfidenceStatistics(calibration(logits_N, is_accepted_N), tuple(slots))
 
 
-def calibration(logits_N: torch.Tensor, is_accepted_N: torch.Tensor) -> Calibration:
+def calibration(logits_N: torch.Tensor, is_accepted_N: torch.Tensor, num_bins: int = NUM_BINS) -> Calibration:
     """ECE, Brier score and AUROC of sigmoid(logits_N) against the outcomes.
     Shapes: logits_N float64 (infinite ones are certainties), N >= 1; is_accepted_N bool.
-    Source: Guo et al. 2017, On Calibration of Modern Neural Networks, eq. 3 (ECE, here with 10 bins); Brier 1950.
-    The paper of DSpark (dspark.md 6.2) bins the product of a block's confidences instead; these are a slot's own.
+    Source: Guo et al. 2017, On Calibration of Modern Neural Networks, eq. 3 (ECE); Brier 1950. The paper of DSpark
+    (dspark.md 6.2) bins the product of a block's confidences, as ``calibration.temperatures`` does.
     """
     probs_N, outcome_N = torch.sigmoid(logits_N), is_accepted_N.double()
-    place_N = (probs_N * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-    bins = tuple(_bin(place, probs_N[place_N == place], outcome_N[place_N == place]) for place in range(NUM_BINS))
-    gaps = torch.zeros(NUM_BINS, dtype=torch.float64).index_add(0, place_N, probs_N - outcome_N)
+    place_N = (probs_N * num_bins).long().clamp(max=num_bins - 1)
+    chosen = (place_N == place for place in range(num_bins))
+    bins = tuple(_bin(i / num_bins, (i + 1) / num_bins, probs_N[n], outcome_N[n]) for i, n in enumerate(chosen))
+    gaps = torch.zeros(num_bins, dtype=torch.float64).index_add(0, place_N, probs_N - outcome_N)
     return Calibration(
         num_slots=len(probs_N),
         mean_confidence=float(probs_N.mean()),
@@ -107,7 +108,7 @@ def auroc(scores_N: torch.Tensor, is_positive_N: torch.Tensor) -> float | None:
     return (rank_sum - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)
 
 
-def _bin(place: int, probs_N: torch.Tensor, outcome_N: torch.Tensor) -> Bin:
+def _bin(low: float, high: float, probs_N: torch.Tensor, outcome_N: torch.Tensor) -> Bin:
     num = len(probs_N)
     means = (float(probs_N.mean()), float(outcome_N.mean())) if num else (None, None)
-    return Bin(place / NUM_BINS, (place + 1) / NUM_BINS, num, *means)
+    return Bin(low, high, num, *means)

@@ -19,7 +19,7 @@ from dspark.decode.acceptance import accept
 from dspark.export import draft_fingerprint
 from dspark.target.loading import target_fingerprint
 
-COMMANDS = ("demo", "plan", "prepare", "record", "eval", "report", "chat", "export")
+COMMANDS = ("demo", "plan", "prepare", "record", "eval", "report", "calibrate", "chat", "export")
 
 
 @pytest.fixture(scope="module")

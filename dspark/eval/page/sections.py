@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from dspark.eval.confidence import Calibration
 from dspark.eval.measure import Measurement
 from dspark.eval.page.along import Bucket, by_length, by_start, step_width
 from dspark.eval.page.plots import GUIDE, Interval, bar_plot, draw_dot, draw_line, empty_plot, interval_plot, stack_plot
@@ -83,19 +84,24 @@ def histograms(panel: Panel) -> Iterator[Titled]:
 
 def reliability(panel: Panel) -> Iterator[Titled]:
     """Confidence against acceptance, where a draft says how sure it is."""
-    sure = [(row, row.m.confidence.overall) for row in panel.rows if row.m.confidence]
-    scores = [f"ECE {c.ece:.3f}, AUROC {number(c.auroc)}, Brier {c.brier:.3f}" for _, c in sure]
-    legend = [(f"{row.name}: {score}", row.colour) for (row, _), score in zip(sure, scores, strict=True)]
-    figure, axes = empty_plot("confidence", "share accepted", legend)
+    sure = [(row.name, row.colour, row.m.confidence.overall) for row in panel.rows if row.m.confidence]
+    yield from [("", reliability_plot(sure, "confidence"))] if sure else []
+
+
+def reliability_plot(sure: Sequence[tuple[str, int, Calibration]], x_label: str) -> Figure:
+    """Dots of names and colours: the bins of their calibrations."""
+    scores = [f"ECE {c.ece:.3f}, AUROC {number(c.auroc)}, Brier {c.brier:.3f}" for *_, c in sure]
+    legend = [(f"{name}: {score}", colour) for (name, colour, _), score in zip(sure, scores, strict=True)]
+    figure, axes = empty_plot(x_label, "share accepted", legend)
     axes.plot((0, 1), (0, 1), **GUIDE)
-    for row, calibration in sure:
+    for name, colour, calibration in sure:
         most = max(b.num_slots for b in calibration.bins)
         for b in calibration.bins:
             if b.mean_confidence is not None and b.acceptance is not None:
                 said = f"{b.num_slots} tokens, confidence {number(b.mean_confidence)}, accepted {number(b.acceptance)}"
                 size = 5 + 9 * (b.num_slots / most) ** 0.5
-                draw_dot(axes, (b.mean_confidence, b.acceptance), row.colour, f"{row.name}: {said}", size)
-    yield from [("", figure)] if sure else []
+                draw_dot(axes, (b.mean_confidence, b.acceptance), colour, f"{name}: {said}", size)
+    return figure
 
 
 def by_place(panel: Panel) -> Iterator[Titled]:
