@@ -13,8 +13,8 @@ from dspark.decode.scheduler import StepTimes
 from dspark.errors import ConfigError, RecordError
 from dspark.eval.calibration import temperatures as sts
 from dspark.eval.calibration.replay import BatchRates, batch_rates
-from dspark.eval.comparison import DRAFT
 from dspark.eval.evaluation import Evaluation, read_evaluation
+from dspark.eval.measure import DRAFT
 from dspark.files import write_whole
 
 SPLIT_SEED = 980406

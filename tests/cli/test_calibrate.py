@@ -18,8 +18,7 @@ from dspark.eval.calibration.temperatures import (
     read_temperatures,
     split_by_prompt,
 )
-from dspark.eval.comparison import DRAFT
-from dspark.eval.measure import Measurement
+from dspark.eval.measure import DRAFT, Measurement
 from dspark.eval.records import TextKey, open_journal
 from dspark.eval.report import EvalReport, write_json
 from dspark.eval.statistics import acceptance_statistics

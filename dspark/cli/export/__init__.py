@@ -9,9 +9,10 @@ from rich.console import Console
 
 from dspark.cli.export.card import CHAIN, evaluation_of, render_card
 from dspark.cli.identity import fields_of
-from dspark.config import is_positive, load_run
+from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
+from dspark.eval.calibration.temperatures import read_temperatures
 from dspark.export import (
     Runtime,
     check_target,
@@ -65,8 +66,9 @@ def export(
     made = {key: known[key] for key in CHAIN if key in known} | describe_launch(sys.argv)
     made |= {"exported_from": str(place), "target": name, "target_fingerprint": target_fingerprint(name)}
     report = evaluation_of(evaluation, draft) if evaluation else None
-    beside = {"temperatures.json": _temperatures(temperatures, model.config.block_size)} if temperatures else {}
-    beside["README.md"] = render_card(model.config, runtime, facts.architecture, made, report, bool(temperatures))
+    beside = {"README.md": render_card(model.config, runtime, facts.architecture, made, report, bool(temperatures))}
+    if temperatures:
+        beside["temperatures.json"] = read_temperatures(temperatures, model.config.block_size).model_dump_json(indent=2)
     write_draft(model, out, fields_of(facts, num_anchors), runtime=runtime, provenance=made, beside=beside)
     count = draft_parameter_count(model.config, has_tables(model.config, runtime))
     Console().print(f"{out}: {count:,} parameters for {runtime}, from {place}", highlight=False)
@@ -76,14 +78,6 @@ def num_anchors_of(folder: Path) -> int:
     """What a draft's config.json says of its training, or what is usual."""
     found = read_json(folder / "config.json").get("num_anchors")
     return found if isinstance(found, int) else 512
-
-
-def _temperatures(path: Path, block_size: int) -> str:
-    """The file, as it is. Raises: ConfigError unless it has a temperature above 0 for every slot."""
-    found = read_json(path).get("temperatures")
-    if not isinstance(found, list) or len(found) != block_size or not all(is_positive(each) for each in found):
-        raise ConfigError(f"{path}: temperatures is {found!r:.80}, expected {block_size} numbers above 0")
-    return path.read_text(encoding="utf-8")
 
 
 def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, int]:
