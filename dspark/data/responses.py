@@ -177,14 +177,18 @@ def read_header(path: Path) -> ResponsesHeader:
 
 
 class Responses(Lines[Encoded]):
-    """The rows of a responses file that can be recorded, in order: 32 bytes of memory a row, no text.
-    Shapes: num_tokens_S and num_supervised_S int32. ``text_sha256``: of all ids and masks.
+    """The rows of a responses file that can be recorded: 40 bytes of memory a row, no text.
+    Shapes: num_tokens_S and num_supervised_S int64. ``text_sha256``: of all ids and masks, as the file holds them.
     """
 
     def __init__(self, path: Path, columns_S5: NDArray[np.int64], text_sha256: str) -> None:
-        super().__init__(path, columns_S5[:, :2].copy())
-        self._numbers_S, self.num_tokens_S, self.num_supervised_S = columns_S5[:, 2:].T.astype(np.int32)
-        self.text_sha256 = text_sha256
+        super().__init__(path, columns_S5[:, :2])
+        self._numbers_S, self.num_tokens_S, self.num_supervised_S = columns_S5[:, 2:].T
+        self._columns_S5, self.text_sha256 = columns_S5, text_sha256
+
+    def reordered(self, order_S: NDArray[np.int64]) -> "Responses":
+        """The same rows, so that the first one is row ``order_S[0]`` of these."""
+        return Responses(self.path, self._columns_S5[order_S], self.text_sha256)
 
     def _item(self, index: int, line: bytes) -> Encoded:
         place = f"{self.path}:{self._numbers_S[index]}"

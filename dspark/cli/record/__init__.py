@@ -82,7 +82,8 @@ def check_draft(run: RunConfig, facts: TargetFacts) -> None:
 
 
 def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[ResponsesHeader, Responses, Manifest]:
-    """The responses, and the manifest of the record to come. ``folder``: the target's, which ``check_draft`` has seen.
+    """The responses in the order of the record to come, and its manifest. ``folder``: the target's, which
+    ``check_draft`` has seen.
     Raises: RecordError when they were made by another target or setting; as ``open_responses``.
     """
     path, origin = run.record.folder / RESPONSES_FILE, describe_origin(run, folder, load_tokenizer(folder))
@@ -96,9 +97,9 @@ def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[R
     if wrong:
         raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
     limits = {"max_tokens": run.record.max_tokens, "vocab_size": run.draft.vocab_size}
-    responses = open_responses(path, header, **limits, is_leaving_out=is_leaving_out)
-    order_S = drawn_order(len(responses), run.seed)
-    tokens, supervised = responses.num_tokens_S[order_S].tolist(), responses.num_supervised_S[order_S].tolist()
+    answered = open_responses(path, header, **limits, is_leaving_out=is_leaving_out)
+    responses = answered.reordered(drawn_order(len(answered), run.seed))
+    tokens, supervised = responses.num_tokens_S.tolist(), responses.num_supervised_S.tolist()
     known = origin | header.model_dump(include={"answers", "temperatures"})
     known |= run.draft.model_dump(include={"target_layer_ids", "hidden_size", "vocab_size"})
     known |= run.record.model_dump(include={"taps", "shard_tokens"})
