@@ -1,6 +1,5 @@
 """What every rank of a recording does; the first one writes and prints."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark.cli.identity import check_pair
-from dspark.cli.terminal import count_progress
+from dspark.cli.terminal import counted, token_progress
 from dspark.config import RunConfig
 from dspark.data.responses import Responses
 from dspark.decode.sampling import Sampling
@@ -74,12 +73,10 @@ def run_job(ranks: Ranks, job: Job) -> None:
             (folder / shard_name(index)).unlink(missing_ok=True)
     assert target
     if ranks.rank:
-        capture(
-            target, job.responses, job.manifest, follow(ranks, target), None, lambda num_sequences, num_tokens: None
-        )
+        capture(target, job.responses, job.manifest, follow(ranks, target), None, lambda *_: None)
         return
-    leases = Leases(folder)
-    if job.run.record.ring_shards:
+    leases, is_ring = Leases(folder), bool(job.run.record.ring_shards)
+    if is_ring:
         console.print("recording what train.py with this config reads next, until it ends")
     with recording_progress(job) as (missing, on_sequences):
         turns = take_turns(missing, leases)
@@ -87,7 +84,6 @@ def run_job(ranks: Ranks, job: Job) -> None:
             turns = lead(ranks, target, turns)
         open_shard = partial(ShardWriter, folder, job.manifest, leases)
         capture(target, job.responses, job.manifest, turns, open_shard, on_sequences)
-    is_ring = bool(job.run.record.ring_shards)
     done = "training has read what it wanted of" if is_ring else f"{len(job.manifest.shards)} shards in"
     console.print(f"{done} {folder}")
 
@@ -118,8 +114,8 @@ def recording_progress(job: Job) -> Iterator[tuple[Callable[[], list[int] | None
     ring = Ring(record.folder, manifest, job.run.seed, record.ring_shards) if record.ring_shards else None
     if ring:
         ring.begin()
-    began, num_done, num_tokens = time.monotonic(), 0, 0
-    with count_progress("recorded", None if ring else manifest.num_sequences) as advance:
+    num_done = 0
+    with token_progress("recorded", None if ring else manifest.num_sequences) as advance:
 
         def missing() -> list[int] | None:
             if ring:
@@ -130,9 +126,9 @@ def recording_progress(job: Job) -> Iterator[tuple[Callable[[], list[int] | None
             return numbers
 
         def show(more_sequences: int, more_tokens: int) -> None:
-            nonlocal num_done, num_tokens
-            num_done, num_tokens = num_done + more_sequences, num_tokens + more_tokens
-            advance(more_sequences, f": {num_tokens / (time.monotonic() - began):,.0f} tokens/s")
+            nonlocal num_done
+            num_done += more_sequences
+            advance(more_sequences, more_tokens)
 
         yield missing, show
 
@@ -141,8 +137,8 @@ def find_faults(target: Reading | None, job: Job, console: Console) -> list[int]
     """Print what every shard holds and what is wrong with it. Returns: those with a fault."""
     manifest, folder = job.manifest, job.run.record.folder
     reader = RecordReader(folder, is_whole=False)
-    with count_progress("shards", len(manifest.shards), not console.quiet) as on_shard:
-        checks = list(check_shards(reader, on_shard, target, job.responses))
+    found_each = check_shards(reader, target, job.responses)
+    checks = list(counted(found_each, "shards", len(manifest.shards), not console.quiet))
     table = Table("shard", "sequences", "tokens", "to predict", "nats each", "entropy", "states", box=SIMPLE)
     for found in checks:
         known = (found.nats, found.entropy, found.states_error)
