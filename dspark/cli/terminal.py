@@ -18,15 +18,11 @@ DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def check_device(name: str) -> str:
     """Returns: the name. Raises: typer.BadParameter for a device that this machine lacks or that is not supported."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in {"cpu", "cuda"}:
-        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, got {name!r}")
     found = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= found:
-        raise typer.BadParameter(f"{name!r} is not here: torch finds {found} CUDA devices; use --device cpu")
+    here = ["cpu", *["cuda"][:found], *(f"cuda:{number}" for number in range(found))]
+    if name not in here:
+        told = f"torch finds {found} CUDA devices; use --device cpu"
+        raise typer.BadParameter(f"expected one of {', '.join(here)}, got {name!r}: {told}")
     return name
 
 
