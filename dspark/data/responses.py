@@ -22,7 +22,7 @@ from dspark.data.conversations import encode_each
 from dspark.data.loops import ends_in_loop
 from dspark.data.rows import ASKED_FILE, Lines, Prompt, Prompts, Row, lines_of, parse_row, rows_of
 from dspark.errors import RecordError
-from dspark.files import partial_of, put_in_place, write_whole
+from dspark.files import differences, partial_of, put_in_place, write_whole
 
 RESPONSES_FILE = "responses.jsonl"
 UNUSABLE = ("failed", "loop")
@@ -269,11 +269,10 @@ def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
     if not begun:
         write_whole(header_path(path), header.model_dump_json(indent=1))
         return
-    old, new = (each.model_dump(exclude={"versions", "target", "asked_from"}) for each in (_parse_header(path), header))
-    differing = [f"{key} {old[key]!r} (now {new[key]!r})" for key in old if old[key] != new[key]]
-    if differing:
+    settings = header.model_dump(exclude={"versions", "target", "asked_from"})
+    if told := differences(_parse_header(path).model_dump(), settings):
         hint = f"or delete {begun.name} and {header_path(path).name} to start again"
-        raise RecordError(f"{path}: made with {', '.join(differing)}; give the run another record.folder, {hint}")
+        raise RecordError(f"{path}: made with {told}; give the run another record.folder, {hint}")
 
 
 def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArray[np.int64]:

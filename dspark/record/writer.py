@@ -12,7 +12,7 @@ from torch import Tensor, uint8
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from dspark.errors import RecordError
-from dspark.files import put_in_place
+from dspark.files import differences, put_in_place
 from dspark.record.format import MANIFEST_FILE, Manifest, front_bytes, read_manifest, shard_header, shard_name
 from dspark.record.leases import Leases, is_dead, writer_name
 from dspark.record.reader import is_there
@@ -124,10 +124,11 @@ def check_room(folder: Path, needed_bytes: float, needs: str) -> None:
 def check_same(folder: Path, description: Manifest) -> Manifest:
     """The manifest there. Raises: RecordError naming every difference from what it should be."""
     found = read_manifest(folder)
-    old, new = (manifest.model_dump(exclude={"versions", "target"}) for manifest in (found, description))
-    told = [_difference(key, old[key], new[key]) for key in old if old[key] != new[key]]
+    told = differences(found.model_dump(), description.model_dump(exclude={"versions", "target", "shards"}))
+    if found.shards != description.shards:
+        told = f"{told}; its shards have other sizes".removeprefix("; ")
     if told:
-        raise RecordError(f"{folder}: holds another record: {'; '.join(told)}; give another record.folder")
+        raise RecordError(f"{folder}: holds another record: {told}; give another record.folder")
     return found
 
 
@@ -135,12 +136,6 @@ def missing_shards(folder: Path, manifest: Manifest) -> list[int] | None:
     """The shards that are not there yet; None when all are. Whatever has a shard's name is whole."""
     there = set(os.listdir(folder))
     return [index for index in range(len(manifest.shards)) if shard_name(index) not in there] or None
-
-
-def _difference(key: str, old: object, new: object) -> str:
-    if key == "shards":
-        return "its shards have other sizes"
-    return f"{key} is {old!r} there and {new!r} now"
 
 
 def _remove_leftovers(folder: Path, manifest: Manifest) -> None:

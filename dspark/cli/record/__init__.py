@@ -13,7 +13,7 @@ from dspark.cli.terminal import DEFAULT_DEVICE, Device, LeaveOut
 from dspark.config import RunConfig, load_run
 from dspark.data.responses import RESPONSES_FILE, Responses, ResponsesHeader, open_responses, read_header
 from dspark.errors import ConfigError, DraftMismatchError, RecordError
-from dspark.files import claim
+from dspark.files import claim, differences
 from dspark.record.format import Manifest, plan_shards
 from dspark.record.order import drawn_order
 from dspark.record.writer import check_same, start_record
@@ -92,10 +92,8 @@ def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[R
     expected = {key: origin[key] for key in same}
     if header.answers == "target":
         expected |= {"temperatures": run.data.temperatures, "seed": run.seed}
-    made = header.model_dump()
-    wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
-    if wrong:
-        raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
+    if wrong := differences(header.model_dump(), expected):
+        raise RecordError(f"{path}: made with {wrong}; run dspark prepare into another record.folder")
     limits = {"max_tokens": run.record.max_tokens, "vocab_size": run.draft.vocab_size}
     answered = open_responses(path, header, **limits, is_leaving_out=is_leaving_out)
     responses = answered.reordered(drawn_order(len(answered), run.seed))
