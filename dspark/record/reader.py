@@ -1,6 +1,7 @@
 """A record, opened at random: one range of a shard for a sequence, whose checksum is verified before it is used."""
 
 import os
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class RecordReader:
         return range(*self.starts[number : number + 2])
 
     def __len__(self) -> int:
-        return self.manifest.num_sequences
+        return self.starts[-1]
 
     def __getitem__(self, index: int) -> RecordedSequence:
         """Sequence ``index`` (0-based). Raises: IndexError; RecordError naming a truncated or altered shard."""
@@ -100,8 +101,8 @@ class RecordReader:
         """The shard that holds sequence ``index``, its row there, and its fields."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.folder}: sequence {index} of {len(self)}")
-        number, row = self.manifest.find(index)
-        shard = self._open(number)
+        number = bisect_right(self.starts, index) - 1
+        shard, row = self._open(number), index - self.starts[number]
         return shard, row, self.manifest.fields(int(shard.num_tokens_S[row]), int(shard.num_supervised_S[row]))
 
     def _read(self, shard: ShardIndex, row: int, begin: int, end: int) -> torch.Tensor:

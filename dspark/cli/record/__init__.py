@@ -62,7 +62,7 @@ def record(
     wish = "check" if check else "repair" if repair else "stats" if stats else "record"
     job = Job(run, folder, manifest, responses, device, wish, measure_fp8)
     console = Console(soft_wrap=True, highlight=False)
-    size = f"{manifest.num_tokens} tokens, {manifest.num_supervised} to predict"
+    size = f"{manifest.total.num_tokens} tokens, {manifest.total.num_supervised} to predict"
     console.print(f"{len(responses)} sequences, {size}, {manifest.num_bytes / 1e9:.2f} GB", markup=False)
     with claim(run.record.folder, is_shared=True):
         if check or stats:

@@ -115,13 +115,15 @@ def recording_progress(job: Job) -> Iterator[tuple[Callable[[], list[int] | None
     if ring:
         ring.begin()
     num_done = 0
-    with token_progress("recorded", None if ring else manifest.num_sequences) as advance:
+    with token_progress("recorded", None if ring else manifest.total.num_sequences) as advance:
 
         def missing() -> list[int] | None:
             if ring:
                 return ring.missing()
             numbers = missing_shards(record.folder, manifest)
-            there = manifest.num_sequences - sum(manifest.shards[number].num_sequences for number in numbers or ())
+            there = manifest.total.num_sequences - sum(
+                manifest.shards[number].num_sequences for number in numbers or ()
+            )
             show(max(0, there - num_done), 0)
             return numbers
 
