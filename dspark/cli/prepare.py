@@ -42,9 +42,7 @@ ANSWERED = ("stop", "length", "loop", "failed", "retokenised")
 def prepare(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
-    as_given: Annotated[
-        bool, typer.Option("--as-given", help="Take data.sources with the answers they hold; the target is not asked.")
-    ] = False,
+    as_given: Annotated[bool, typer.Option("--as-given", help="Take the answers that data.sources hold.")] = False,
     show: Annotated[int, typer.Option(min=0, help="Print the first so many conversations, and ask nothing.")] = 0,
     leave_out_unusable: LeaveOut = False,
     device: Device = DEFAULT_DEVICE,
@@ -52,8 +50,9 @@ def prepare(
     """Let the target answer data.sources; the responses go to record.folder. Run again to resume.
 
     data.sources may be one YAML file that describes a mixture (dspark/data/mixture.py); its rows are kept in
-    record.folder/prompts. With data.endpoints, servers of the target answer; the environment's DSPARK_API_KEY is their
-    key. A failed try is made again; after 30 failures in a row at every endpoint, some 20 minutes, the run ends.
+    record.folder/prompts. With --as-given the target is not asked. With data.endpoints, servers of the target answer;
+    the environment's DSPARK_API_KEY is their key. A failed try is made again; after 30 failures in a row at every
+    endpoint, some 20 minutes, the run ends.
     """
     run, console = load_run(config, tuple(overrides or ())), Console(soft_wrap=True, highlight=False)
     folder = locate_target(run.target.path)

@@ -29,16 +29,10 @@ def record(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
     leave_out_unusable: LeaveOut = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Hold a finished record against the target: checksums, text, states.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Hold a finished record against the target.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Check, then record the shards with a fault anew.")] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Say what every shard holds; checksums are verified, no target is asked.")
-    ] = False,
-    measure_fp8: Annotated[
-        Path | None, typer.Option("--measure-fp8", help="Say what record.taps=float8 costs this draft, and stop.")
-    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Say what every shard holds; no target is asked.")] = False,
+    measure_fp8: Annotated[Path | None, typer.Option(help="Say what record.taps=float8 costs this draft.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share the target, one GPU each.")] = 1,
     device: Device = DEFAULT_DEVICE,
 ) -> None:
@@ -46,6 +40,7 @@ def record(
 
     Several of these may run at once, also on machines that share the folder: each takes shards that no other is at, and
     what a dead one was at is free again, after two minutes at most. On a GPU a Ling-3.0 target is read by the verifier.
+    --check verifies checksums, text and first states of every shard, --stats its checksums alone.
     With record.ring_shards the record never lies there whole: it follows train.py, which reads and deletes it.
     """
     run = load_run(config, tuple(overrides or ()))
