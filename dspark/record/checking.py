@@ -43,7 +43,7 @@ def check_shards(reader: RecordReader, target: Reading | None, sequences: Sequen
     """Read every sequence, and with it verify its checksum. Where a target is given, hold against it the text and what
     it said of the first sequences of every shard, which it read together; ``sequences`` are in the record's order.
     """
-    for index in range(reader.num_shards):
+    for index in range(len(reader.manifest.shards)):
         try:
             logprobs, entropies = zip(*(_scores(reader.fields(place)) for place in reader.members(index)), strict=True)
             means = -float(torch.cat(logprobs).mean()), float(torch.cat(entropies).mean())

@@ -51,15 +51,12 @@ class RecordReader:
         self._wait = wait
         self._shards: OrderedDict[int, ShardIndex] = OrderedDict()
         self._opening = Lock()
-        asked = range(0 if wait or not is_whole else self.num_shards)
+        num_shards = len(self.manifest.shards)
+        asked = range(0 if wait or not is_whole else num_shards)
         missing = sum(not is_there(self.folder, self.manifest, number) for number in asked)
         if missing:
-            done = f"{self.num_shards - missing} of {self.num_shards} shards are recorded"
+            done = f"{num_shards - missing} of {num_shards} shards are recorded"
             raise RecordError(f"{self.folder}: {done}; run dspark record again to finish")
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.manifest.shards)
 
     @property
     def starts(self) -> list[int]:
