@@ -86,8 +86,9 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
     if resume and (found := checkpoints(folder / "checkpoints")):
         done = load_checkpoint(found[-1], learner.draft, learner.optimizer)
     accelerator.wait_for_everyone()
-    origin = launch | {"run": run.name}
-    origin |= reader.manifest.model_dump(include={"target_fingerprint", "template_fingerprint"})
+    origin = (
+        launch | {"run": run.name} | reader.manifest.model_dump(include={"target_fingerprint", "template_fingerprint"})
+    )
     starts = share.starts(done.sequences_seen, run.train.steps - done.step)
     windows = read_windows(learner, reader, share, starts)
     if is_main:

@@ -112,6 +112,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What of ``now`` is not as something that lies there was ``made``, in words; empty where all is the same."""
+    return ", ".join(f"{key} {made[key]!r} (now {now[key]!r})" for key in now if made[key] != now[key])
+
+
 def file_sha256(path: Path) -> str:
     """The checksum of a file, in hexadecimal."""
     with path.open("rb") as file:

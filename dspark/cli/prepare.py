@@ -5,7 +5,7 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark.cli.identity import describe_origin
 from dspark.cli.mixing import prompt_sources
-from dspark.cli.terminal import DEFAULT_DEVICE, Device, LeaveOut, answer_progress, count_progress
+from dspark.cli.terminal import DEFAULT_DEVICE, Device, LeaveOut, counted, token_progress
 from dspark.config import RunConfig, load_run
 from dspark.data.chat import ChatFormat, check_length, encode_prompt
 from dspark.data.conversations import encode_each, parse_conversation, stream_rows
@@ -42,9 +42,7 @@ ANSWERED = ("stop", "length", "loop", "failed", "retokenised")
 def prepare(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
-    as_given: Annotated[
-        bool, typer.Option("--as-given", help="Take data.sources with the answers they hold; the target is not asked.")
-    ] = False,
+    as_given: Annotated[bool, typer.Option("--as-given", help="Take the answers that data.sources hold.")] = False,
     show: Annotated[int, typer.Option(min=0, help="Print the first so many conversations, and ask nothing.")] = 0,
     leave_out_unusable: LeaveOut = False,
     device: Device = DEFAULT_DEVICE,
@@ -52,8 +50,9 @@ def prepare(
     """Let the target answer data.sources; the responses go to record.folder. Run again to resume.
 
     data.sources may be one YAML file that describes a mixture (dspark/data/mixture.py); its rows are kept in
-    record.folder/prompts. With data.endpoints, servers of the target answer; the environment's DSPARK_API_KEY is their
-    key. A failed try is made again; after 30 failures in a row at every endpoint, some 20 minutes, the run ends.
+    record.folder/prompts. With --as-given the target is not asked. With data.endpoints, servers of the target answer;
+    the environment's DSPARK_API_KEY is their key. A failed try is made again; after 30 failures in a row at every
+    endpoint, some 20 minutes, the run ends.
     """
     run, console = load_run(config, tuple(overrides or ())), Console(soft_wrap=True, highlight=False)
     folder = locate_target(run.target.path)
@@ -76,7 +75,7 @@ def prepare(
         model, known = Row if as_given else Prompt, known_header(path, asked_from)
         is_done, before = known and path.is_file(), known.prompts_sha256 if known else None
         there = Path(os.devnull) if is_done else path.with_name(ASKED_FILE)  # when done, nothing is left to be asked
-        prompts = Prompts(there, model) if is_done else open_prompts(there, told(encoded), model, before)
+        prompts = Prompts(there, model) if is_done else open_prompts(there, counted(encoded, "prompts"), model, before)
         made = {"prompts_sha256": prompts.sha256, "num_prompts": len(prompts), "num_left_out": counts["left out"]}
         header = ResponsesHeader(
             **origin | (known.model_dump(include=set(made)) if known and not counts else made),
@@ -90,7 +89,7 @@ def prepare(
             seed=run.seed,
         )
         failures = list[str]()
-        with answer_progress(header.num_prompts, failures) as on_rows:
+        with token_progress("responses", header.num_prompts) as on_rows:
             ask = in_process(run, folder, prompts, header, device)
             if is_served:
                 on_failure, facts = partial(tell_failure, failures, on_rows), target_facts(folder)
@@ -104,14 +103,6 @@ def prepare(
     line += f"; conversations left out: {header.num_left_out}" if header.num_left_out else ""
     line += f"; failed tries: {len(failures)}, the last at {failures[-1]}" if failures else ""
     console.print(line, markup=False)
-
-
-def told(rows: Iterable[Any]) -> Iterator[Any]:
-    """The same rows, counted on the terminal."""
-    with count_progress("prompts", None) as on_row:
-        for row in rows:
-            on_row()
-            yield row
 
 
 def encode(run: RunConfig, chats: Sequence[ChatFormat], as_given: bool, row: tuple[str, int, Any]) -> list[Prompt]:
@@ -148,10 +139,10 @@ def in_process(run: RunConfig, folder: Path, prompts: Prompts[Prompt], header: R
     return in_batches(answer, prompts, header.generation_batch_size)
 
 
-def tell_failure(failures: list[str], on_rows: Callable[[int, int], None], reason: str) -> None:
-    """Remember a failed try, and print the first, the tenth, ..."""
+def tell_failure(failures: list[str], on_rows: Callable[..., None], reason: str) -> None:
+    """Remember a failed try and show it; the first, the tenth, ... are printed."""
     failures.append(reason)
-    on_rows(0, 0)
+    on_rows(0, 0, f", failed try {len(failures)}: {reason:.60}")
     if len(failures) == 10 ** (len(str(len(failures))) - 1):
         Console(stderr=True, soft_wrap=True).print(f"failed try {len(failures)}: {reason}", markup=False)
 

@@ -1,9 +1,9 @@
 """What the commands share with the terminal: the ``--device`` option, checked before anything is loaded, and bars."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
@@ -12,20 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dspark.eval.timing import DecodedText
 
+ItemT = TypeVar("ItemT")
 DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(name: str) -> str:
     """Returns: the name. Raises: typer.BadParameter for a device that this machine lacks or that is not supported."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in {"cpu", "cuda"}:
-        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, got {name!r}")
     found = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= found:
-        raise typer.BadParameter(f"{name!r} is not here: torch finds {found} CUDA devices; use --device cpu")
+    here = ["cpu", *["cuda"][:found], *(f"cuda:{number}" for number in range(found))]
+    if name not in here:
+        told = f"torch finds {found} CUDA devices; use --device cpu"
+        raise typer.BadParameter(f"expected one of {', '.join(here)}, got {name!r}: {told}")
     return name
 
 
@@ -46,21 +43,26 @@ def count_progress(name: str, total: int | None, is_shown: bool = True) -> Itera
         yield lambda count=1, behind="": bar.update(task, advance=count, description=name + behind)
 
 
+def counted(items: Iterable[ItemT], name: str, total: int | None = None, is_shown: bool = True) -> Iterator[ItemT]:
+    """The same items; how many there were is shown as ``count_progress`` does."""
+    with count_progress(name, total, is_shown) as advance:
+        for item in items:
+            advance()
+            yield item
+
+
 @contextmanager
-def answer_progress(total: int, failures: Sequence[str]) -> Iterator[Callable[[int, int], None]]:
-    """The same for answers: the function takes rows and their new tokens; the speed and how many tries failed stand
-    behind the name, and the last failure until there is another row.
+def token_progress(name: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """The same for what is made of tokens: the function takes how many more there are, their tokens, and what stands
+    behind the speed until it is called again.
     """
     start, num_tokens = time.monotonic(), 0
-    with count_progress("responses", total) as advance:
+    with count_progress(name, total) as advance:
 
-        def take(num_rows: int, num_new_tokens: int) -> None:
+        def take(count: int, num_new_tokens: int, behind: str = "") -> None:
             nonlocal num_tokens
             num_tokens += num_new_tokens
-            failed = f", {len(failures)} failed tries" if failures else ""
-            failed += f" ({failures[-1]:.60})" if failures and not num_rows else ""
-            speed = num_tokens / (time.monotonic() - start)
-            advance(num_rows, f": {speed:,.0f} tokens/s{failed}")
+            advance(count, f": {num_tokens / (time.monotonic() - start):,.0f} tokens/s{behind}")
 
         yield take
 

@@ -4,7 +4,6 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice, pairwise
 from pathlib import Path
@@ -23,7 +22,10 @@ from dspark.files import partial_of, put_in_place, write_whole
 
 TRAIN_FILE, HELD_OUT_FILE, REPORT_FILE = "train.jsonl", "held_out.jsonl", "mixture.json"
 BATCH_ROWS = 1024
-LEFT, TAKEN, HELD_OUT = 0, 1, 2
+FATES = ("of_tasks", "repeated", "near", "left", "held_out", "taken")
+"""What becomes of a usable row, as ``SourceCounts`` names it; its fate is the place here, and from ``held_out`` on the
+row is kept."""
+OF_TASKS, REPEATED, NEAR, LEFT, HELD_OUT, TAKEN = range(len(FATES))
 OnRow = Callable[[Any], None]
 
 
@@ -132,7 +134,10 @@ def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: O
         return _read_report(report_path, origin)
     folder.mkdir(parents=True, exist_ok=True)
     counts = [Counter[str]() for _ in mixture.sources]
-    with _scratch(folder / ".fingerprints") as scratch:
+    scratch = folder / ".fingerprints"
+    rmtree(scratch, ignore_errors=True)  # a killed run may have left it
+    scratch.mkdir()
+    try:
         prints = Fingerprints(scratch)
         _take_in(prints, iter(kept_apart))
         ends = [prints.num_texts]
@@ -140,14 +145,14 @@ def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: O
             _take_in(prints, (_asked(row) for row in _usable(source, on_row, count)))
             ends.append(prints.num_texts)
         earlier_N, is_near_N = prints.find(mixture.near_similarity)
-    fates = _draw(mixture, [earlier_N[begin:end] < 0 for begin, end in pairwise(ends)])
-    for count, fate_N, (begin, end) in zip(counts, fates, pairwise(ends), strict=True):
-        found_N, is_nearly_N = earlier_N[begin:end], is_near_N[begin:end]
-        is_of_task_N = (found_N >= 0) & (found_N < ends[0])
-        is_old_N = found_N >= ends[0]
-        kinds = {"of_tasks": is_of_task_N, "repeated": is_old_N & ~is_nearly_N, "near": is_old_N & is_nearly_N}
-        kinds |= {"left": (found_N < 0) & (fate_N == LEFT), "held_out": fate_N == HELD_OUT, "taken": fate_N == TAKEN}
-        count.update({name: int(is_kind_N.sum()) for name, is_kind_N in kinds.items()})
+    finally:
+        rmtree(scratch)
+    is_of_task_N, is_new_N = earlier_N < ends[0], earlier_N < 0
+    fate_N = np.select([is_new_N, is_of_task_N, is_near_N], [LEFT, OF_TASKS, NEAR], REPEATED).astype(np.int8)
+    fates = [fate_N[begin:end] for begin, end in pairwise(ends)]
+    _draw(mixture, fates)
+    for count, fate_M in zip(counts, fates, strict=True):
+        count.update(dict(zip(FATES, np.bincount(fate_M, minlength=len(FATES)).tolist(), strict=True)))
     named = zip(mixture.sources, counts, strict=True)
     sources = [SourceCounts.model_validate({"path": source.path, **count}) for source, count in named]
     if not any(source.taken for source in sources):
@@ -157,17 +162,6 @@ def mix(mixture: Mixture, folder: Path, apart: Iterable[Conversation], on_row: O
     report = MixtureReport.model_validate(origin | {"sources": sources, "written_bytes": _written(folder)})
     write_whole(report_path, report.model_dump_json(indent=1))
     return report
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """An empty folder, also where a killed run has left one, that is gone in the end."""
-    rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        rmtree(folder)
 
 
 def _usable(source: Source, on_row: OnRow, count: Counter[str]) -> Iterator[Conversation]:
@@ -203,10 +197,12 @@ def _take_in(prints: Fingerprints, texts: Iterator[str]) -> None:
         prints.add(batch)
 
 
-def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.int8]]:
-    """The fate of every usable row of every source: first those that are held out are drawn, then those that stay."""
+def _draw(mixture: Mixture, fates: Sequence[NDArray[np.int8]]) -> None:
+    """Change the fate of rows of every source that are left: first those that are held out are drawn, then those that
+    are taken.
+    """
     generator = np.random.default_rng(mixture.seed)
-    orders = [np.flatnonzero(is_new_N)[generator.permutation(int(is_new_N.sum()))] for is_new_N in is_new]
+    orders = [generator.permutation(np.flatnonzero(fate_N == LEFT)) for fate_N in fates]
     rest = [order_M[source.held_out :] for order_M, source in zip(orders, mixture.sources, strict=True)]
     sizes_S = np.array([len(order_M) for order_M in rest])
     weights = [source.weight for source in mixture.sources]
@@ -219,13 +215,9 @@ def _draw(mixture: Mixture, is_new: Sequence[NDArray[np.bool_]]) -> list[NDArray
         raise PromptError(f"num_rows: {given}, {mixture.num_rows} were asked for; ask for less, or change the weights")
     places_S = np.rint(np.cumsum(shares_S) * (mixture.num_rows or most)).astype(np.int64)
     wanted_S = np.minimum(np.diff(places_S, prepend=0), sizes_S)
-    fates = []
-    for is_new_N, order_M, rest_M, number in zip(is_new, orders, rest, wanted_S, strict=True):
-        fate_N = np.full(len(is_new_N), LEFT, dtype=np.int8)
-        fate_N[order_M[: len(order_M) - len(rest_M)]] = HELD_OUT
+    for fate_N, source, order_M, rest_M, number in zip(fates, mixture.sources, orders, rest, wanted_S, strict=True):
+        fate_N[order_M[: source.held_out]] = HELD_OUT
         fate_N[rest_M[:number]] = TAKEN
-        fates.append(fate_N)
-    return fates
 
 
 def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on_row: OnRow) -> None:
@@ -242,12 +234,12 @@ def _write(mixture: Mixture, folder: Path, fates: Sequence[NDArray[np.int8]], on
 
 def _chosen(source: Source, fate_N: NDArray[np.int8], on_row: OnRow) -> Iterator[tuple[float, int, str]]:
     """Place in the mixture from 0 to 1, fate and line of every row that is not left."""
-    num_chosen, num_done = int((fate_N != LEFT).sum()), 0
+    num_chosen, num_done = int((fate_N >= HELD_OUT).sum()), 0
     rows = _usable(source, on_row, Counter())
     for fate in fate_N.tolist():
         if (conversation := next(rows, None)) is None:
             break
-        if fate != LEFT:
+        if fate >= HELD_OUT:
             yield (num_done + 0.5) / num_chosen, fate, _line(conversation)
             num_done += 1
     if num_done < num_chosen or next(rows, None) is not None:

@@ -22,7 +22,7 @@ from dspark.data.conversations import encode_each
 from dspark.data.loops import ends_in_loop
 from dspark.data.rows import ASKED_FILE, Lines, Prompt, Prompts, Row, lines_of, parse_row, rows_of
 from dspark.errors import RecordError
-from dspark.files import partial_of, put_in_place, write_whole
+from dspark.files import differences, partial_of, put_in_place, write_whole
 
 RESPONSES_FILE = "responses.jsonl"
 UNUSABLE = ("failed", "loop")
@@ -177,14 +177,18 @@ def read_header(path: Path) -> ResponsesHeader:
 
 
 class Responses(Lines[Encoded]):
-    """The rows of a responses file that can be recorded, in order: 32 bytes of memory a row, no text.
-    Shapes: num_tokens_S and num_supervised_S int32. ``text_sha256``: of all ids and masks.
+    """The rows of a responses file that can be recorded: 40 bytes of memory a row, no text.
+    Shapes: num_tokens_S and num_supervised_S int64. ``text_sha256``: of all ids and masks, as the file holds them.
     """
 
     def __init__(self, path: Path, columns_S5: NDArray[np.int64], text_sha256: str) -> None:
-        super().__init__(path, columns_S5[:, :2].copy())
-        self._numbers_S, self.num_tokens_S, self.num_supervised_S = columns_S5[:, 2:].T.astype(np.int32)
-        self.text_sha256 = text_sha256
+        super().__init__(path, columns_S5[:, :2])
+        self._numbers_S, self.num_tokens_S, self.num_supervised_S = columns_S5[:, 2:].T
+        self._columns_S5, self.text_sha256 = columns_S5, text_sha256
+
+    def reordered(self, order_S: NDArray[np.int64]) -> "Responses":
+        """The same rows, so that the first one is row ``order_S[0]`` of these."""
+        return Responses(self.path, self._columns_S5[order_S], self.text_sha256)
 
     def _item(self, index: int, line: bytes) -> Encoded:
         place = f"{self.path}:{self._numbers_S[index]}"
@@ -265,11 +269,10 @@ def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
     if not begun:
         write_whole(header_path(path), header.model_dump_json(indent=1))
         return
-    old, new = (each.model_dump(exclude={"versions", "target", "asked_from"}) for each in (_parse_header(path), header))
-    differing = [f"{key} {old[key]!r} (now {new[key]!r})" for key in old if old[key] != new[key]]
-    if differing:
+    settings = header.model_dump(exclude={"versions", "target", "asked_from"})
+    if told := differences(_parse_header(path).model_dump(), settings):
         hint = f"or delete {begun.name} and {header_path(path).name} to start again"
-        raise RecordError(f"{path}: made with {', '.join(differing)}; give the run another record.folder, {hint}")
+        raise RecordError(f"{path}: made with {told}; give the run another record.folder, {hint}")
 
 
 def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArray[np.int64]:

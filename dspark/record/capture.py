@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import islice, zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from dspark.kernels.transfer import onto
 from dspark.layers.float8 import to_float8
 from dspark.record.format import Manifest, group_by_tokens
 from dspark.record.leases import Leases
-from dspark.record.order import drawn_order
 from dspark.record.writer import ShardWriter
 from dspark.types import Reading
 from dspark.verifier.plan import LOGIT_ROWS
@@ -30,20 +28,6 @@ PACKS_WAITING, SHARDS_AT_ONCE, WRITERS = 2, 2, 4
 others that wait to be flushed, and threads: a file takes some two GB a second, and a target may say more."""
 OpenShard = Callable[[int, Sequence[tuple[int, int]]], ShardWriter]
 """A shard's number, tokens and predicted ones of its sequences -> what writes it."""
-
-
-class Drawn(Sequence[Encoded]):
-    """Sequences in the order in which a record of this ``seed`` holds them."""
-
-    def __init__(self, sequences: Sequence[Encoded], seed: int) -> None:
-        self.sequences = sequences
-        self.order_S = drawn_order(len(sequences), seed)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.sequences[int(self.order_S[index])]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A finished record: what its shards hold, and whether its target still says it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +39,11 @@ class ShardCheck:
 
 
 @torch.no_grad()
-def check_shards(
-    reader: RecordReader, on_shard: Callable[[], None], target: Reading | None, sequences: Sequence[Encoded]
-) -> Iterator[ShardCheck]:
+def check_shards(reader: RecordReader, target: Reading | None, sequences: Sequence[Encoded]) -> Iterator[ShardCheck]:
     """Read every sequence, and with it verify its checksum. Where a target is given, hold against it the text and what
     it said of the first sequences of every shard, which it read together; ``sequences`` are in the record's order.
     """
-    for index in range(reader.num_shards):
+    for index in range(len(reader.manifest.shards)):
         try:
             logprobs, entropies = zip(*(_scores(reader.fields(place)) for place in reader.members(index)), strict=True)
             means = -float(torch.cat(logprobs).mean()), float(torch.cat(entropies).mean())
@@ -55,7 +53,6 @@ def check_shards(
             yield ShardCheck(index, *means, error, fault)
         except RecordError as error:
             yield ShardCheck(index, fault=str(error).removeprefix(f"{reader.folder / shard_name(index)}: "))
-        on_shard()
 
 
 def tolerance(manifest: Manifest) -> float:

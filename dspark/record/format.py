@@ -23,7 +23,6 @@ Numbers of float64 come before those of float32.
 """
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -101,17 +100,10 @@ class Manifest(Section):
         """The number of the first sequence of every shard, and that of all."""
         return [0, *accumulate(shard.num_sequences for shard in self.shards)]
 
-    @property
-    def num_sequences(self) -> int:
-        return self.starts[-1]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(shard.num_tokens for shard in self.shards)
-
-    @property
-    def num_supervised(self) -> int:
-        return sum(shard.num_supervised for shard in self.shards)
+    @cached_property
+    def total(self) -> Shard:
+        """How much all shards hold."""
+        return Shard(*map(sum, zip(*self.shards, strict=True)))
 
     @property
     def num_bytes(self) -> int:
@@ -135,11 +127,6 @@ class Manifest(Section):
     def sequence_bytes(self, num_tokens: int, num_supervised: int) -> int:
         """Of a sequence, or of several together."""
         return num_tokens * self._bytes_per[0] + num_supervised * self._bytes_per[1]
-
-    def find(self, index: int) -> tuple[int, int]:
-        """The shard that holds sequence ``index``, and its row there."""
-        number = bisect_right(self.starts, index) - 1
-        return number, index - self.starts[number]
 
     def fields(self, num_tokens: int, num_supervised: int) -> dict[str, Span]:
         """The fields of a sequence, as they lie."""

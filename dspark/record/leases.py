@@ -56,8 +56,7 @@ class Leases:
             changed, holder = path.lstat().st_mtime_ns, str(path.readlink())
         except FileNotFoundError:
             return False
-        host, _, process = holder.rpartition("-")
-        if host == self.name.rpartition("-")[0] and process.isdigit() and not is_running(int(process)):
+        if is_dead(holder):
             return True
         now = time.monotonic()
         if self._seen.get(index, (0, 0.0))[0] != changed:
@@ -74,10 +73,12 @@ def writer_name() -> str:
     return f"{socket.gethostname()}.{space.stat().st_ino if space.exists() else 0}-{os.getpid()}"
 
 
-def is_running(process_id: int) -> bool:
-    """Whether a process of this machine is there."""
+def is_dead(name: str) -> bool:
+    """Whether the writer of this name was a process of this machine, and is there no more."""
+    host, _, process = name.rpartition("-")  # "a-1-17" is a process of the machine a-1, not of a
     try:
-        os.kill(process_id, 0)
+        if host == writer_name().rpartition("-")[0] and process.isdigit():
+            os.kill(int(process), 0)
     except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
+        return not isinstance(error, PermissionError)
+    return False

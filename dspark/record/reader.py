@@ -1,6 +1,7 @@
 """A record, opened at random: one range of a shard for a sequence, whose checksum is verified before it is used."""
 
 import os
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,15 +51,12 @@ class RecordReader:
         self._wait = wait
         self._shards: OrderedDict[int, ShardIndex] = OrderedDict()
         self._opening = Lock()
-        asked = range(0 if wait or not is_whole else self.num_shards)
+        num_shards = len(self.manifest.shards)
+        asked = range(0 if wait or not is_whole else num_shards)
         missing = sum(not is_there(self.folder, self.manifest, number) for number in asked)
         if missing:
-            done = f"{self.num_shards - missing} of {self.num_shards} shards are recorded"
+            done = f"{num_shards - missing} of {num_shards} shards are recorded"
             raise RecordError(f"{self.folder}: {done}; run dspark record again to finish")
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.manifest.shards)
 
     @property
     def starts(self) -> list[int]:
@@ -70,7 +68,7 @@ class RecordReader:
         return range(*self.starts[number : number + 2])
 
     def __len__(self) -> int:
-        return self.manifest.num_sequences
+        return self.starts[-1]
 
     def __getitem__(self, index: int) -> RecordedSequence:
         """Sequence ``index`` (0-based). Raises: IndexError; RecordError naming a truncated or altered shard."""
@@ -100,8 +98,8 @@ class RecordReader:
         """The shard that holds sequence ``index``, its row there, and its fields."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.folder}: sequence {index} of {len(self)}")
-        number, row = self.manifest.find(index)
-        shard = self._open(number)
+        number = bisect_right(self.starts, index) - 1
+        shard, row = self._open(number), index - self.starts[number]
         return shard, row, self.manifest.fields(int(shard.num_tokens_S[row]), int(shard.num_supervised_S[row]))
 
     def _read(self, shard: ShardIndex, row: int, begin: int, end: int) -> torch.Tensor:

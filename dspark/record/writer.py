@@ -1,8 +1,8 @@
 """A record being written: each shard appears whole, and a recorder that was stopped, or another one, goes on."""
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from shutil import disk_usage
@@ -12,9 +12,9 @@ from torch import Tensor, uint8
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from dspark.errors import RecordError
-from dspark.files import put_in_place
+from dspark.files import differences, put_in_place
 from dspark.record.format import MANIFEST_FILE, Manifest, front_bytes, read_manifest, shard_header, shard_name
-from dspark.record.leases import Leases, is_running, writer_name
+from dspark.record.leases import Leases, is_dead, writer_name
 from dspark.record.reader import is_there
 
 
@@ -35,10 +35,8 @@ class ShardWriter:
         lengths = (manifest.sequence_bytes(*size) for size in sizes)
         self._begins = list(accumulate(lengths, initial=front_bytes(len(sizes))))
         self._beside = self.path.with_name(f".{self.path.name}.{writer_name()}.partial")
-        try:
+        with self._telling():
             self._file = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def add(self, row: int, fields: Mapping[str, Tensor]) -> None:
         """The fields of a sequence of the shard, on the host; shapes and dtypes as ``Manifest.fields``."""
@@ -53,21 +51,17 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Wait until the disk holds what was added."""
-        try:
+        with self._telling():
             os.fdatasync(self._file)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def finish(self) -> None:
         """Write header and index, flush, and put the file in its place."""
         index = self._checksums_S.tobytes() + np.array(self.sizes, np.int32).T.tobytes()
         header = shard_header(self.manifest, self.index, xxh3_64_hexdigest(index))
         self._write([memoryview(header + index)], 0)
-        try:
+        with self._telling():
             put_in_place(self._beside, self.path)
             os.close(self._file)
-        except OSError as error:
-            raise self._refused(error) from error
         self.leases.release(self.index)
 
     def discard(self) -> None:
@@ -78,21 +72,24 @@ class ShardWriter:
         self.leases.release(self.index)
 
     def _write(self, parts: list[memoryview], begin: int) -> None:
-        try:
-            while parts:
+        while parts:
+            with self._telling():
                 written = os.pwritev(self._file, parts, begin)  # two GB at a time, or what there is room for
-                begin += written
-                while parts and written >= len(parts[0]):
-                    written -= len(parts.pop(0))
-                if parts:
-                    parts[0] = parts[0][written:]
-        except OSError as error:
-            raise self._refused(error) from error
+            begin += written
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][written:]
 
-    def _refused(self, error: OSError) -> RecordError:
-        self._beside.unlink(missing_ok=True)
-        hint = "the shards that are complete stay: make room, then run dspark record again to go on"
-        return RecordError(f"{self.path}: cannot be written ({error}); {hint}")
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Raises: RecordError in place of what the disk refuses."""
+        try:
+            yield
+        except OSError as error:
+            self._beside.unlink(missing_ok=True)
+            hint = "the shards that are complete stay: make room, then run dspark record again to go on"
+            raise RecordError(f"{self.path}: cannot be written ({error}); {hint}") from error
 
 
 def start_record(folder: Path, description: Manifest, capacity_shards: int = 0) -> None:
@@ -127,10 +124,11 @@ def check_room(folder: Path, needed_bytes: float, needs: str) -> None:
 def check_same(folder: Path, description: Manifest) -> Manifest:
     """The manifest there. Raises: RecordError naming every difference from what it should be."""
     found = read_manifest(folder)
-    old, new = (manifest.model_dump(exclude={"versions", "target"}) for manifest in (found, description))
-    told = [_difference(key, old[key], new[key]) for key in old if old[key] != new[key]]
+    told = differences(found.model_dump(), description.model_dump(exclude={"versions", "target", "shards"}))
+    if found.shards != description.shards:
+        told = f"{told}; its shards have other sizes".removeprefix("; ")
     if told:
-        raise RecordError(f"{folder}: holds another record: {'; '.join(told)}; give another record.folder")
+        raise RecordError(f"{folder}: holds another record: {told}; give another record.folder")
     return found
 
 
@@ -138,12 +136,6 @@ def missing_shards(folder: Path, manifest: Manifest) -> list[int] | None:
     """The shards that are not there yet; None when all are. Whatever has a shard's name is whole."""
     there = set(os.listdir(folder))
     return [index for index in range(len(manifest.shards)) if shard_name(index) not in there] or None
-
-
-def _difference(key: str, old: object, new: object) -> str:
-    if key == "shards":
-        return "its shards have other sizes"
-    return f"{key} is {old!r} there and {new!r} now"
 
 
 def _remove_leftovers(folder: Path, manifest: Manifest) -> None:
@@ -156,6 +148,5 @@ def _remove_leftovers(folder: Path, manifest: Manifest) -> None:
             (folder / shard_name(index)).unlink(missing_ok=True)
     host = writer_name().rpartition("-")[0]
     for path in folder.glob(f".*.{host}-*.partial"):
-        process = path.name.rpartition(f".{host}-")[2].removesuffix(".partial")
-        if process.isdigit() and not is_running(int(process)):  # "a-1-17" is a process of the machine a-1, not of a
+        if is_dead(host + path.stem.rpartition(f".{host}")[2]):
             path.unlink(missing_ok=True)

@@ -23,8 +23,6 @@ from dspark.train.slots import PIECE_NUMBERS, Slots, lay_out
 from dspark.types import RecordedSequence
 
 CPU = torch.device("cpu")
-Draw = tuple[int, int]
-"""The pass over a record and the sequence that is read in it; with the seed they fix the anchors."""
 PartT = TypeVar("PartT")
 MadeT = TypeVar("MadeT")
 
@@ -42,6 +40,14 @@ class Record(Protocol):
     def text(self, index: int) -> tuple[Tensor, Tensor]:
         """ids_T and loss_mask_T of a sequence, without its states."""
         ...
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A recorded sequence and the pass over the record in which it is read; with the seed it fixes the anchors."""
+
+    epoch: int
+    index: int
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ def window_draws(order: ReadingOrder, sequences_seen: int, share: Share) -> list
     window = []
     for micro_step in range(share.accumulation_steps):
         start = sequences_seen + (micro_step * share.world_size + share.rank) * share.batch_size
-        window.append([order.place(place) for place in range(start, start + share.batch_size)])
+        window.append([Draw(*order.place(place)) for place in range(start, start + share.batch_size)])
     return window
 
 
@@ -232,8 +238,8 @@ def plan_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: to
     block_size = run.draft.block_size
     ids, positions, starts, anchors, targets, start = [], [], [], [], [], 0
     for draw in draws:
-        ids_T, loss_mask_T = record.text(draw[1])
-        generator = generator_of(run.seed, "anchors", *draw)
+        ids_T, loss_mask_T = record.text(draw.index)
+        generator = generator_of(run.seed, "anchors", draw.epoch, draw.index)
         anchors_A = sample_anchors(loss_mask_T, run.train.num_anchors, generator)
         targets.append(block_targets(ids_T, loss_mask_T, anchors_A, block_size))
         ids.append(ids_T)
@@ -249,7 +255,7 @@ def plan_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: to
     anchors_A, numbers = torch.cat(anchors), PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"]
     slots = lay_out(whole, anchors_A, numbers, run.draft.vocab_size)
     row = torch.cat(ids), torch.cat(positions), torch.cat(starts), anchors_A
-    return Plan(*row, slots, tuple(index for _, index in draws))
+    return Plan(*row, slots, tuple(draw.index for draw in draws))
 
 
 def blank_batch(run: RunConfig, device: torch.device) -> Batch:
@@ -258,7 +264,7 @@ def blank_batch(run: RunConfig, device: torch.device) -> Batch:
     """
     draft, num_tokens = run.draft, min(run.record.max_tokens, 4096)
     text = torch.zeros(num_tokens).long(), torch.ones(num_tokens).bool()
-    plan = plan_batch(SimpleNamespace(text=lambda _: text), [(0, 0)], run, device)
+    plan = plan_batch(SimpleNamespace(text=lambda _: text), [Draw(0, 0)], run, device)
     there: Plan = _with_tensors(plan, partial(onto, device))
     states = partial(torch.zeros, device=device, dtype=getattr(torch, run.target.dtype))
     taps_TLD = states(num_tokens, len(draft.target_layer_ids), draft.hidden_size)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from recorded import digest
@@ -260,6 +261,10 @@ def test_what_is_not_recorded_is_left_out_of_arrays_digest_and_rows(
     assert whole.text_sha256 == digest(parts)
     assert whole.num_tokens_S.tolist() == [len(part) for part in parts[::2]]
     assert whole.num_supervised_S.tolist() == [int(part.sum()) for part in parts[1::2]]
+    backwards = whole.reordered(np.arange(8)[::-1])
+    assert [each.place for each in backwards] == [each.place for each in whole][::-1]
+    assert backwards.num_tokens_S.tolist() == whole.num_tokens_S.tolist()[::-1]
+    assert backwards.text_sha256 == whole.text_sha256
     rewrite(path, 2, finish_reason="loop")
     rewrite(path, 5, finish_reason="failed", response_ids=[])
     found = opened(path)

@@ -14,7 +14,6 @@ from tiny import VOCAB_SIZE, write_tiny_ling
 from dspark.errors import RecordError
 from dspark.layers.float8 import from_float8, to_float8
 from dspark.record import capture as module
-from dspark.record.capture import Drawn
 from dspark.record.format import MANIFEST_FILE
 from dspark.target.loading import load_target
 
@@ -117,11 +116,3 @@ def test_the_disk_never_falls_far_behind_and_the_target_does_not_wait_for_every_
     record(tmp_path, target, make_sequences(tuple(range(4, 24))))
     assert len(behind) == 20
     assert 1 < max(behind) <= module.PACKS_WAITING + 2  # one has been read just now, one is being waited for
-
-
-def test_the_order_of_a_record_is_drawn_by_the_seed_and_leaves_nothing_out() -> None:
-    sequences = make_sequences()
-    places = [[each.place for each in Drawn(sequences, seed)] for seed in (0, 0, 1)]
-    assert places[0] == places[1]
-    assert places[0] != places[2]
-    assert all(sorted(each) == sorted(sequence.place for sequence in sequences) for each in places)

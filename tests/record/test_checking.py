@@ -14,10 +14,9 @@ from dspark.record.reader import RecordReader
 
 
 def found(folder: Path, sequences: list[Encoded] | None = None, dtype: torch.dtype = torch.float32) -> list[ShardCheck]:
-    heard: list[None] = []
     reader = RecordReader(folder)
-    checks = list(check_shards(reader, lambda: heard.append(None), make_target(dtype), sequences or make_sequences()))
-    assert len(heard) == len(checks) == len(reader.manifest.shards) > 2
+    checks = list(check_shards(reader, make_target(dtype), sequences or make_sequences()))
+    assert len(checks) == len(reader.manifest.shards) > 2
     return checks
 
 
@@ -49,7 +48,7 @@ def test_what_was_recorded_is_what_the_target_says(tmp_path: Path, dtype: torch.
     fields = reader.fields(2)
     assert checks[1].nats == pytest.approx(-float(fields["label_logprobs_M"].mean()))
     assert checks[1].entropy == pytest.approx(float(fields["entropies_M"].mean()))
-    unread = list(check_shards(reader, lambda: None, None, []))
+    unread = list(check_shards(reader, None, []))
     assert [(check.nats, check.states_error) for check in unread] == [(check.nats, None) for check in checks]
 
 
@@ -82,7 +81,7 @@ def test_a_byte_that_changed_and_a_file_that_is_gone_are_found(tmp_path: Path) -
     path.write_bytes(content)
     (tmp_path / "shard-00002.safetensors").unlink()
     for target in (make_target(), None):
-        faults = [check.fault for check in check_shards(reader, lambda: None, target, make_sequences())]
+        faults = [check.fault for check in check_shards(reader, target, make_sequences())]
         assert faults[0] is not None
         assert "sequence 1 has not the bytes that were written" in faults[0]
         assert faults[1:] == [None, "no such file; dspark record --repair records it anew", None]
@@ -92,10 +91,10 @@ def test_a_byte_that_changed_and_a_file_that_is_gone_are_found(tmp_path: Path) -
 def test_float8_taps_that_the_target_said_pass_and_others_do_not(tmp_path: Path, dtype: str) -> None:
     target = make_target(getattr(torch, dtype))
     reader = record(tmp_path, target, make_sequences(), dtype=dtype, taps="float8")
-    assert [check.states_error for check in check_shards(reader, lambda: None, target, make_sequences())] == [0.0] * 4
+    assert [check.states_error for check in check_shards(reader, target, make_sequences())] == [0.0] * 4
     alter(tmp_path, 1, "tap_scales_TL", 1.125)
     reader = RecordReader(tmp_path)
-    faults = [check.fault for check in check_shards(reader, lambda: None, target, make_sequences())]
+    faults = [check.fault for check in check_shards(reader, target, make_sequences())]
     assert "its states are not those of the target" in str(faults[1])
 
 

@@ -27,8 +27,7 @@ def test_shards_are_planned_by_their_sequences() -> None:
     assert [shard.num_tokens for shard in shards] == [13, 30, 19, 10]
     assert sum(shard.num_supervised for shard in shards) == sum(sizes[1])
     manifest = describe(sequences)
-    assert (manifest.num_sequences, manifest.num_tokens, manifest.starts) == (7, 72, [0, 2, 3, 5, 7])
-    assert [manifest.find(index) for index in range(7)] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)]
+    assert (manifest.total[:2], manifest.starts) == ((7, 72), [0, 2, 3, 5, 7])
 
 
 @pytest.mark.parametrize("taps", ["target", "float8"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark.record.leases import Leases, is_running, writer_name
+from dspark.record.leases import Leases, is_dead, writer_name
 
 HOST = writer_name().rpartition("-")[0]
 
@@ -34,8 +34,9 @@ def test_a_lease_is_taken_once_and_given_back(tmp_path: Path) -> None:
 def test_what_a_dead_process_of_this_machine_held_is_free_at_once(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     dead = int(child.stdout)
-    assert not is_running(dead)
-    assert is_running(os.getpid())
+    assert is_dead(f"{HOST}-{dead}")
+    assert not is_dead(writer_name())
+    assert not is_dead(f"another-{HOST}-{dead}")
     someone_else(tmp_path, 0, f"{HOST}-{dead}")
     assert Leases(tmp_path).take(0)
     someone_else(tmp_path, 1, f"{HOST}-{os.getppid()}")

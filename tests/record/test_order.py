@@ -4,7 +4,7 @@ import pytest
 from recorded import describe, make_sequences
 
 from dspark.record import order as module
-from dspark.record.order import ReadingOrder
+from dspark.record.order import ReadingOrder, drawn_order
 
 STARTS = [0, 3, 4, 9, 11, 12, 20, 21]
 
@@ -24,6 +24,13 @@ def test_every_pass_reads_each_sequence_once_and_in_another_order() -> None:
     assert len({*orders, tuple(range(21))}) == 4
     other = ReadingOrder(STARTS, 1)
     assert [other.place(place)[1] for place in range(21)] != list(orders[0])
+
+
+def test_the_order_of_a_record_is_drawn_by_the_seed_and_leaves_nothing_out() -> None:
+    orders = [drawn_order(20, seed).tolist() for seed in (0, 0, 1)]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+    assert all(sorted(each) == list(range(20)) for each in orders)
 
 
 def test_a_group_of_shards_is_read_whole_before_the_next_begins() -> None:

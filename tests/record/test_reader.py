@@ -136,7 +136,7 @@ def test_a_sequence_is_one_range_of_its_file(record: Path, monkeypatch: pytest.M
         assert len(asked) == index + 1
         ends.append(sum(asked[-1]))
         assert asked[-1][1] == reader.manifest.sequence_bytes(len(recorded.ids_T), int(recorded.loss_mask_T.sum()))
-    for number in range(reader.num_shards):
+    for number in range(len(reader.manifest.shards)):
         assert ends[reader.members(number)[-1]] == (record / f"shard-{number:05d}.safetensors").stat().st_size
 
 

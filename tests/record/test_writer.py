@@ -103,7 +103,7 @@ def test_a_record_of_something_else_is_refused_and_nothing_is_lost(record: Path,
     found = getattr(read_manifest(record), key)
     with pytest.raises(RecordError) as error:
         record_everything(record, **{key: value})
-    assert f"{key} is {found!r} there and {value!r} now" in str(error.value)
+    assert f"{key} {found!r} (now {value!r})" in str(error.value)
     assert f"{record}: " in str(error.value)
     assert "another record.folder" in str(error.value)
     assert contents(record) == before

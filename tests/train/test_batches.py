@@ -39,7 +39,7 @@ def stream(num_sequences: int, seed: int, count: int) -> list[Draw]:
 
 def test_every_pass_reads_each_sequence_once_and_in_another_order() -> None:
     draws = stream(7, 0, 21)
-    passes = [[index for of, index in draws if of == epoch] for epoch in range(3)]
+    passes = [[draw.index for draw in draws if draw.epoch == epoch] for epoch in range(3)]
     assert all(sorted(each) == list(range(7)) for each in passes)
     assert len({tuple(each) for each in passes}) == 3
     assert stream(7, 1, 7) != draws[:7]
@@ -60,18 +60,18 @@ def test_a_step_reads_the_same_sequences_however_it_is_split(
 def test_anchors_depend_on_seed_pass_and_sequence_only(tmp_path: Path) -> None:
     sequences = make_sequences()
     run = make_run(tmp_path)
-    alone = read_batch(sequences, [(0, 3)], run)
-    among = read_batch(sequences, [(0, 1), (0, 3)], run)
+    alone = read_batch(sequences, [Draw(0, 3)], run)
+    among = read_batch(sequences, [Draw(0, 1), Draw(0, 3)], run)
     assert torch.equal(among.anchors_A[among.starts_A > 0] - LENGTHS[1], alone.anchors_A)
-    for draw, seed in (((1, 3), run.seed), ((0, 3), run.seed + 1)):
+    for draw, seed in ((Draw(1, 3), run.seed), (Draw(0, 3), run.seed + 1)):
         other = read_batch(sequences, [draw], run.model_copy(update={"seed": seed}))
         assert not torch.equal(other.anchors_A, alone.anchors_A)
 
 
 def test_a_batch_holds_its_sequences_in_one_row_without_padding(tmp_path: Path) -> None:
     sequences, run = make_sequences(), make_run(tmp_path)
-    alone = [read_batch(sequences, [(0, index)], run) for index in (0, 1)]
-    batch = read_batch(sequences, [(0, 0), (0, 1)], run)
+    alone = [read_batch(sequences, [Draw(0, index)], run) for index in (0, 1)]
+    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 1)], run)
     assert batch.indices == (0, 1)
     for name in ("ids_T", "taps_TLD", "last_hidden_TD"):
         assert torch.equal(getattr(batch, name), torch.cat([getattr(sequence, name) for sequence in sequences[:2]]))
@@ -89,11 +89,11 @@ def test_there_are_two_blocks_or_more_and_those_added_count_nothing(tmp_path: Pa
     sequences = make_sequences()
     for sequence in sequences:
         sequence.loss_mask_T[:] = False
-    batch = read_batch(sequences, [(0, 0), (0, 2)], make_run(tmp_path))
+    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path))
     assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0, 0], [0, 0])
     assert batch.slots.valid_AK.tolist() == [[False] * 4] * 2
     sequences[2].loss_mask_T[20:22] = True  # the first of them is an anchor
-    batch = read_batch(sequences, [(0, 0), (0, 2)], make_run(tmp_path))
+    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path))
     assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0, LENGTHS[0]], [0, LENGTHS[0] + 20])
     assert batch.slots.valid_AK.tolist() == [[False] * 4, [True, False, False, False]]
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_read_ends_the_run_at_its_own_step_and_no_earlier(tmp_pat
             return super().__getitem__(index)
 
     sequences, run, share = Damaged(make_sequences() * 2), make_run(tmp_path), Share(1, 2, 0, 1)
-    order = [index for _, index in stream(len(sequences), run.seed, 14)]
+    order = [draw.index for draw in stream(len(sequences), run.seed, 14)]
     fed: list[int] = []
 
     def read_all() -> None:
@@ -205,7 +205,7 @@ def test_no_more_than_a_few_batches_are_read_ahead_of_the_one_in_use(tmp_path: P
             return super().__getitem__(index)
 
     sequences, run = Counting(make_sequences() * 4), make_run(tmp_path)
-    windows = [[plan_batch(sequences, [(0, index)], run) for index in range(20)]]
+    windows = [[plan_batch(sequences, [Draw(0, index)], run) for index in range(20)]]
     read.clear()
     ahead = with_feed((planned(window) for window in windows), sequences, CPU)
     _, feed = next(ahead)

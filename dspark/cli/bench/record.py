@@ -57,7 +57,7 @@ def record(
         bare, whole = ([timed(read, target, sequences, has_head) for _ in range(4)][1:] for has_head in (False, True))
         recording = [timed(write, target, sequences, manifest, anew(made, manifest)) for _ in range(4)][1:]
         reading = min(timed(read_back, made) for _ in range(3))
-    num_tokens, num_bytes = manifest.num_tokens, manifest.num_bytes
+    num_tokens, num_bytes = manifest.total.num_tokens, manifest.num_bytes
     report = Report(json, target=run.target.path, taps=run.record.taps, tokens=num_tokens, bytes=num_bytes)
     report |= {"bare_seconds": bare, "whole_seconds": whole, "seconds": recording, "reading_seconds": reading}
     first, second, rate = (num_tokens / min(seconds) for seconds in (bare, whole, recording))

@@ -63,8 +63,9 @@ def plan(
         known = f"{rows['all']} conversations counted, {rows['rows']} sampled, {num_left_out} unusable; "
         known += f"an answer {length or most:g} tokens, {how}"
     stages = plan_stages(run, folder, manifest, num_bytes, stated.num_gpus, device)
-    size = f"{manifest.num_sequences} sequences, {manifest.num_tokens} tokens, {manifest.num_supervised} to predict"
-    size += f"; {stages[2].num_tokens / manifest.num_tokens:.2f} epochs on {stated.num_gpus} processes"
+    num_sequences, num_tokens, num_supervised = manifest.total
+    size = f"{num_sequences} sequences, {num_tokens} tokens, {num_supervised} to predict"
+    size += f"; {stages[2].num_tokens / num_tokens:.2f} epochs on {stated.num_gpus} processes"
     told = [f"{run.name}: {size} ({known}); {source}", tabulate(stages, stated), NOTES]
     if calibrate:
         told += [f"{name}: {value:g}" for name, value in stated.model_dump(exclude_none=True).items()]

@@ -101,7 +101,7 @@ def plan_stages(
     ``answer_bytes``: of prepare on the disk, 0 when all is answered. Behind a ring, what is read again is recorded so.
     Raises: ConfigError and CheckpointError as the target's folder deserves.
     """
-    train, tokens, dtype = run.train, manifest.num_tokens, getattr(torch, run.target.dtype)
+    train, total, dtype = run.train, manifest.total, getattr(torch, run.target.dtype)
     num_ranks, num_parameters = 1, draft_parameter_count(run.draft)
     reading = decoding = target = Checkpoint(folder).num_parameters * dtype.itemsize
     if device != "cpu" and target_facts(folder).architecture == LING_ARCHITECTURE:
@@ -112,16 +112,16 @@ def plan_stages(
         capacity = run.record.max_tokens + run.eval.max_new_tokens + SLACK_TOKENS
         decoding = make_plan(config, shard, capacity, dtype, device).total_bytes
     texts = sum(num_prompts(name, run.eval.max_prompts) for name in run.eval.tasks) * len(run.eval.temperatures)
-    epochs = train.steps * train.batch_size * train.accumulation_steps * num_gpus / manifest.num_sequences
-    held = min(1, run.record.ring_shards * run.record.shard_tokens / tokens) or 1
-    new_tokens = manifest.num_supervised if answer_bytes else 0
+    epochs = train.steps * train.batch_size * train.accumulation_steps * num_gpus / total.num_sequences
+    held = min(1, run.record.ring_shards * run.record.shard_tokens / total.num_tokens) or 1
+    new_tokens = total.num_supervised if answer_bytes else 0
     copies = (3 if train.optimizer == "adamw" else 2) + bool(train.ema_decay)
     saved = num_parameters * (CHECKPOINTS * 4 * copies + 2 * (1 + bool(train.probe_every_steps)))
-    recorded, probing = tokens * (epochs if held < 1 else 1), target * bool(train.probe_every_steps)
+    recorded, probing = total.num_tokens * (epochs if held < 1 else 1), target * bool(train.probe_every_steps)
     return [
         Stage("prepare", new_tokens, answer_bytes, *((num_gpus, 0) if run.data.endpoints else (1, target))),
         Stage("record", round(recorded), round(manifest.num_bytes * held), num_ranks, reading),
-        Stage("train", round(tokens * epochs), saved, num_gpus, least_bytes(run) + probing),
+        Stage("train", round(total.num_tokens * epochs), saved, num_gpus, least_bytes(run) + probing),
         Stage("eval", texts * run.eval.turns * run.eval.max_new_tokens, 0, num_ranks, decoding),
     ]
 

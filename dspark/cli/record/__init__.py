@@ -13,7 +13,7 @@ from dspark.cli.terminal import DEFAULT_DEVICE, Device, LeaveOut
 from dspark.config import RunConfig, load_run
 from dspark.data.responses import RESPONSES_FILE, Responses, ResponsesHeader, open_responses, read_header
 from dspark.errors import ConfigError, DraftMismatchError, RecordError
-from dspark.files import claim
+from dspark.files import claim, differences
 from dspark.record.format import Manifest, plan_shards
 from dspark.record.order import drawn_order
 from dspark.record.writer import check_same, start_record
@@ -29,16 +29,10 @@ def record(
     config: Annotated[Path, typer.Option(help="The run's YAML file.", readable=False)],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for a trial.")] = None,
     leave_out_unusable: LeaveOut = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Hold a finished record against the target: checksums, text, states.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Hold a finished record against the target.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Check, then record the shards with a fault anew.")] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Say what every shard holds; checksums are verified, no target is asked.")
-    ] = False,
-    measure_fp8: Annotated[
-        Path | None, typer.Option("--measure-fp8", help="Say what record.taps=float8 costs this draft, and stop.")
-    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Say what every shard holds; no target is asked.")] = False,
+    measure_fp8: Annotated[Path | None, typer.Option(help="Say what record.taps=float8 costs this draft.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share the target, one GPU each.")] = 1,
     device: Device = DEFAULT_DEVICE,
 ) -> None:
@@ -46,6 +40,7 @@ def record(
 
     Several of these may run at once, also on machines that share the folder: each takes shards that no other is at, and
     what a dead one was at is free again, after two minutes at most. On a GPU a Ling-3.0 target is read by the verifier.
+    --check verifies checksums, text and first states of every shard, --stats its checksums alone.
     With record.ring_shards the record never lies there whole: it follows train.py, which reads and deletes it.
     """
     run = load_run(config, tuple(overrides or ()))
@@ -62,7 +57,7 @@ def record(
     wish = "check" if check else "repair" if repair else "stats" if stats else "record"
     job = Job(run, folder, manifest, responses, device, wish, measure_fp8)
     console = Console(soft_wrap=True, highlight=False)
-    size = f"{manifest.num_tokens} tokens, {manifest.num_supervised} to predict"
+    size = f"{manifest.total.num_tokens} tokens, {manifest.total.num_supervised} to predict"
     console.print(f"{len(responses)} sequences, {size}, {manifest.num_bytes / 1e9:.2f} GB", markup=False)
     with claim(run.record.folder, is_shared=True):
         if check or stats:
@@ -82,7 +77,8 @@ def check_draft(run: RunConfig, facts: TargetFacts) -> None:
 
 
 def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[ResponsesHeader, Responses, Manifest]:
-    """The responses, and the manifest of the record to come. ``folder``: the target's, which ``check_draft`` has seen.
+    """The responses in the order of the record to come, and its manifest. ``folder``: the target's, which
+    ``check_draft`` has seen.
     Raises: RecordError when they were made by another target or setting; as ``open_responses``.
     """
     path, origin = run.record.folder / RESPONSES_FILE, describe_origin(run, folder, load_tokenizer(folder))
@@ -91,14 +87,12 @@ def read_prepared(run: RunConfig, folder: Path, is_leaving_out: bool) -> tuple[R
     expected = {key: origin[key] for key in same}
     if header.answers == "target":
         expected |= {"temperatures": run.data.temperatures, "seed": run.seed}
-    made = header.model_dump()
-    wrong = [f"{key} {made[key]!r} (now {value!r})" for key, value in expected.items() if made[key] != value]
-    if wrong:
-        raise RecordError(f"{path}: made with {', '.join(wrong)}; run dspark prepare into another record.folder")
+    if wrong := differences(header.model_dump(), expected):
+        raise RecordError(f"{path}: made with {wrong}; run dspark prepare into another record.folder")
     limits = {"max_tokens": run.record.max_tokens, "vocab_size": run.draft.vocab_size}
-    responses = open_responses(path, header, **limits, is_leaving_out=is_leaving_out)
-    order_S = drawn_order(len(responses), run.seed)
-    tokens, supervised = responses.num_tokens_S[order_S].tolist(), responses.num_supervised_S[order_S].tolist()
+    answered = open_responses(path, header, **limits, is_leaving_out=is_leaving_out)
+    responses = answered.reordered(drawn_order(len(answered), run.seed))
+    tokens, supervised = responses.num_tokens_S.tolist(), responses.num_supervised_S.tolist()
     known = origin | header.model_dump(include={"answers", "temperatures"})
     known |= run.draft.model_dump(include={"target_layer_ids", "hidden_size", "vocab_size"})
     known |= run.record.model_dump(include={"taps", "shard_tokens"})

@@ -1,10 +1,10 @@
 """What every rank of a recording does; the first one writes and prints."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -13,16 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark.cli.identity import check_pair
-from dspark.cli.terminal import count_progress
+from dspark.cli.terminal import counted, token_progress
 from dspark.config import RunConfig
-from dspark.data.chat import Encoded
 from dspark.data.responses import Responses
 from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError, RecordError
 from dspark.eval.probe import last_answer, tap_cost
 from dspark.export import read_draft
 from dspark.layers.float8 import from_float8, to_float8
-from dspark.record.capture import TOKENS_PER_CALL, Drawn, capture, take_turns
+from dspark.record.capture import TOKENS_PER_CALL, capture, take_turns
 from dspark.record.checking import check_shards
 from dspark.record.format import Manifest, shard_name
 from dspark.record.leases import Leases
@@ -58,13 +57,13 @@ class Job:
 def run_job(ranks: Ranks, job: Job) -> None:
     """Do it on one rank. Raises: DsparkError, also where a check finds faults."""
     console = Console(soft_wrap=True, highlight=False, markup=False, quiet=ranks.rank > 0)
-    sequences, folder = Drawn(job.responses, job.manifest.seed), job.run.record.folder
+    folder = job.run.record.folder
     target = None if job.wish == "stats" else open_target(ranks, job)
     if job.probed and target:
-        console.print(measure_float8(target, job, sequences, job.probed))
+        console.print(measure_float8(target, job, job.probed))
         return
     if job.wish != "record":
-        faulty = find_faults(target, sequences, job, console)
+        faulty = find_faults(target, job, console)
         if faulty and job.wish != "repair":
             hint = "dspark record --repair records them anew"
             raise RecordError(f"{folder}: {len(faulty)} of {len(job.manifest.shards)} shards have a fault; {hint}")
@@ -74,18 +73,17 @@ def run_job(ranks: Ranks, job: Job) -> None:
             (folder / shard_name(index)).unlink(missing_ok=True)
     assert target
     if ranks.rank:
-        capture(target, sequences, job.manifest, follow(ranks, target), None, lambda num_sequences, num_tokens: None)
+        capture(target, job.responses, job.manifest, follow(ranks, target), None, lambda *_: None)
         return
-    leases = Leases(folder)
-    if job.run.record.ring_shards:
+    leases, is_ring = Leases(folder), bool(job.run.record.ring_shards)
+    if is_ring:
         console.print("recording what train.py with this config reads next, until it ends")
     with recording_progress(job) as (missing, on_sequences):
         turns = take_turns(missing, leases)
         if ranks.world_size > 1:
             turns = lead(ranks, target, turns)
         open_shard = partial(ShardWriter, folder, job.manifest, leases)
-        capture(target, sequences, job.manifest, turns, open_shard, on_sequences)
-    is_ring = bool(job.run.record.ring_shards)
+        capture(target, job.responses, job.manifest, turns, open_shard, on_sequences)
     done = "training has read what it wanted of" if is_ring else f"{len(job.manifest.shards)} shards in"
     console.print(f"{done} {folder}")
 
@@ -116,31 +114,33 @@ def recording_progress(job: Job) -> Iterator[tuple[Callable[[], list[int] | None
     ring = Ring(record.folder, manifest, job.run.seed, record.ring_shards) if record.ring_shards else None
     if ring:
         ring.begin()
-    began, num_done, num_tokens = time.monotonic(), 0, 0
-    with count_progress("recorded", None if ring else manifest.num_sequences) as advance:
+    num_done = 0
+    with token_progress("recorded", None if ring else manifest.total.num_sequences) as advance:
 
         def missing() -> list[int] | None:
             if ring:
                 return ring.missing()
             numbers = missing_shards(record.folder, manifest)
-            there = manifest.num_sequences - sum(manifest.shards[number].num_sequences for number in numbers or ())
+            there = manifest.total.num_sequences - sum(
+                manifest.shards[number].num_sequences for number in numbers or ()
+            )
             show(max(0, there - num_done), 0)
             return numbers
 
         def show(more_sequences: int, more_tokens: int) -> None:
-            nonlocal num_done, num_tokens
-            num_done, num_tokens = num_done + more_sequences, num_tokens + more_tokens
-            advance(more_sequences, f": {num_tokens / (time.monotonic() - began):,.0f} tokens/s")
+            nonlocal num_done
+            num_done += more_sequences
+            advance(more_sequences, more_tokens)
 
         yield missing, show
 
 
-def find_faults(target: Reading | None, sequences: Sequence[Encoded], job: Job, console: Console) -> list[int]:
+def find_faults(target: Reading | None, job: Job, console: Console) -> list[int]:
     """Print what every shard holds and what is wrong with it. Returns: those with a fault."""
     manifest, folder = job.manifest, job.run.record.folder
     reader = RecordReader(folder, is_whole=False)
-    with count_progress("shards", len(manifest.shards), not console.quiet) as on_shard:
-        checks = list(check_shards(reader, on_shard, target, sequences))
+    found_each = check_shards(reader, target, job.responses)
+    checks = list(counted(found_each, "shards", len(manifest.shards), not console.quiet))
     table = Table("shard", "sequences", "tokens", "to predict", "nats each", "entropy", "states", box=SIMPLE)
     for found in checks:
         known = (found.nats, found.entropy, found.states_error)
@@ -171,11 +171,11 @@ def open_target(ranks: Ranks, job: Job) -> Reading:
     return load_target(job.target, target_layer_ids=layers, dtype=dtype, device=job.device)
 
 
-def measure_float8(target: Reading, job: Job, sequences: Sequence[Encoded], folder: Path) -> str:
+def measure_float8(target: Reading, job: Job, folder: Path) -> str:
     """What the draft accepts less when its taps are rounded, in a line."""
     tables = (target.embedding_VD, target.head_VD)
     draft = read_draft(folder, tables, dtype=job.manifest.torch_dtype, device=job.device)
-    texts = [last_answer(sequences[place]) for place in range(min(PROBED_TEXTS, len(sequences)))]
+    texts = [last_answer(sequence) for sequence in islice(job.responses, PROBED_TEXTS)]
     stops, data = target_facts(job.target).stop_token_ids, job.run.data
     sampling = Sampling(max(data.temperatures), data.max_response_tokens, stops)
     cost = tap_cost(target, draft, texts, sampling, lambda taps: from_float8(*to_float8(taps), taps.dtype))
