@@ -11,6 +11,7 @@ from dspark.cli.bench.record import record as bench_record
 from dspark.cli.bench.train import train
 from dspark.cli.chat import chat
 from dspark.cli.demo import demo
+from dspark.cli.doctor import doctor
 from dspark.cli.eval import evaluate
 from dspark.cli.export import export
 from dspark.cli.plan import plan
@@ -35,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in (demo, plan, prepare, record, evaluate, report, chat, export):
+for command in (demo, doctor, plan, prepare, record, evaluate, report, chat, export):
     name = command.__name__.replace("evaluate", "eval")
     app.command(name, epilog=as_typed(EXAMPLES[name]))(command)
 for measure in (verify, headline, train, bench_record):

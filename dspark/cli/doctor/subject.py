@@ -1,0 +1,192 @@
+"""What is looked at: a target, its record and its draft, each loaded when it is asked for; and the machine's checks."""
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import requires, version
+from itertools import permutations
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any, NamedTuple
+
+import torch
+from packaging.requirements import Requirement
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from dspark.cli.identity import check_pair
+from dspark.config import read_yaml
+from dspark.data.chat import ChatFormat, encode_prompt
+from dspark.data.conversations import Conversation
+from dspark.decode.generation import DraftSpeaker
+from dspark.decode.sampling import Sampling
+from dspark.draft.model import DraftModel
+from dspark.errors import RecordError
+from dspark.eval.measure import decode_prompts
+from dspark.eval.tasks import load_task
+from dspark.eval.timing import DecodedText
+from dspark.export import read_draft
+from dspark.model_folder import Checkpoint
+from dspark.provenance import versions as installed_versions
+from dspark.record.checking import STATES_TOLERANCE
+from dspark.record.format import read_manifest
+from dspark.record.reader import RecordReader
+from dspark.record.writer import check_room, missing_shards
+from dspark.target.config import LING_ARCHITECTURE
+from dspark.target.loading import TargetFacts, load_target, target_facts, target_fingerprint
+from dspark.target.tokenizer import load_tokenizer
+from dspark.types import Target
+from dspark.verifier.plan import check_device, free_bytes
+
+WORDS = read_yaml(Path(__file__).with_name("words.yaml"), "the doctor's words")
+NUM_PROMPTS, GREEDY_TOKENS = 4, 32
+LEAST_BYTES = 1e9
+"""Of free disk, beside what a record still needs: checkpoints, reports."""
+
+
+class Finding(NamedTuple):
+    """What a check has to say: whether all is right (None: it does not apply), and what it found."""
+
+    is_right: bool | None
+    found: str
+
+
+class NotApplicable(Exception):
+    """Why there is nothing to look at."""
+
+
+@dataclass
+class Subject:
+    """A target's folder, and those of its record and draft where they were given. ``told``: errors told already."""
+
+    folder: Path
+    record_folder: Path | None
+    draft_folder: Path | None
+    device: str
+    told: set[str] = field(default_factory=set)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The record's, in which its states were made; else one that suits the device."""
+        with suppress(RecordError):  # which the record's own check reports
+            if self.record_folder:
+                return read_manifest(self.record_folder).torch_dtype
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    @property
+    def tolerance(self) -> float:
+        """How far states of the target may lie apart that are summed in another order, of their norm."""
+        return STATES_TOLERANCE[self.dtype]
+
+    @cached_property
+    def facts(self) -> TargetFacts:
+        return target_facts(self.folder)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        if not any(self.folder.glob("*.safetensors*")):
+            raise NotApplicable("no weights are here, in files of safetensors")
+        return Checkpoint(self.folder)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.checkpoint.num_parameters * self.dtype.itemsize
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        assert self.checkpoint  # a folder without weights need not have one
+        return load_tokenizer(self.folder)
+
+    @property
+    def chat(self) -> ChatFormat:
+        return ChatFormat(self.tokenizer, self.facts.stop_token_ids)
+
+    @property
+    def ids_T(self) -> Tensor:
+        """A text of some hundred tokens."""
+        return encode_prompt(self.chat, Conversation("doctor", 1, text=WORDS["sample"]))
+
+    @cached_property
+    def target(self) -> Target[Any]:
+        if self.weight_bytes > free_bytes(self.device):
+            raise NotApplicable(f"{self.weight_bytes / 1e9:.1f} GB of weights do not fit into {self.device}")
+        return load_target(self.folder, dtype=self.dtype, device=self.device)
+
+    def tapping(self, target_layer_ids: tuple[int, ...]) -> Target[Any]:
+        """The target, which says the outputs of these layers until others are asked for."""
+        self.target.target_layer_ids = target_layer_ids
+        return self.target
+
+    @cached_property
+    def record(self) -> RecordReader:
+        if self.record_folder is None:
+            raise NotApplicable("no --record was given")
+        return RecordReader(self.record_folder, is_whole=False)
+
+    @cached_property
+    def draft(self) -> DraftModel:
+        if self.draft_folder is None:
+            raise NotApplicable("no --draft was given")
+        tables = (self.target.embedding_VD, self.target.head_VD)
+        check_pair(self.draft_folder, self.facts, target_fingerprint(self.folder))
+        return read_draft(self.draft_folder, tables, dtype=self.dtype, device=self.device)
+
+    @property
+    def greedy(self) -> Sampling:
+        return Sampling(0.0, GREEDY_TOKENS, self.facts.stop_token_ids)
+
+    @cached_property
+    def texts(self) -> list[tuple[Tensor, DecodedText]]:
+        """Prompts [T], and what the target says behind them when the draft proposes."""
+        speaker = DraftSpeaker(self.tapping(self.draft.config.target_layer_ids), self.draft)
+        has_template = bool(self.tokenizer.chat_template)
+        asked = load_task("heldout", NUM_PROMPTS) if has_template else [Conversation("", 1, text=WORDS["sample"])]
+        prompts = [encode_prompt(self.chat, each) for each in asked]
+        return list(zip(prompts, decode_prompts(speaker, prompts, self.greedy, 0), strict=True))
+
+
+def versions(subject: Subject) -> Finding:
+    """The packages are those that the project is made for."""
+    needed = [each for each in map(Requirement, requires("dspark") or ()) if "extra" not in str(each.marker)]
+    needed = [each for each in needed if each.marker is None or each.marker.evaluate()]
+    wrong = [f"{version(each.name)} is here, {each} is needed" for each in needed
+             if not each.specifier.contains(version(each.name), prereleases=True)]  # fmt: skip
+    return Finding(not wrong, "; ".join(wrong) or ", ".join(map(" ".join, installed_versions().items())))
+
+
+def gpus(subject: Subject) -> Finding:
+    """The verifier's kernels were made for these GPUs."""
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    if not devices:
+        raise NotApplicable("torch finds no GPU: all runs on the CPU")
+    for device in devices if subject.facts.architecture == LING_ARCHITECTURE else ():
+        check_device(device)
+    return Finding(True, ", ".join(map(torch.cuda.get_device_name, devices)))
+
+
+def nccl(subject: Subject) -> Finding:
+    """Ranks can exchange: NCCL is there, and every GPU sees the others' memory. Nothing is sent."""
+    pairs = [*permutations(range(torch.cuda.device_count()), 2)]
+    if not pairs:
+        raise NotApplicable("fewer than two GPUs: nothing is exchanged")
+    blind = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    has_nccl = torch.distributed.is_nccl_available()
+    return Finding(has_nccl and not blind, f"NCCL is {'' if has_nccl else 'not '}there; GPUs that are apart: {blind}")
+
+
+def memory(subject: Subject) -> Finding:
+    """The target's weights fit: into one device, or in parts into all GPUs."""
+    ranks = torch.cuda.device_count() if subject.device == "cuda" else 1
+    needed, room = subject.weight_bytes / ranks, free_bytes(subject.device)
+    share = f"{needed / 1e9:.2f} GB of weights in {subject.dtype} on {ranks} x {subject.device}"
+    return Finding(needed <= room, f"{share}, which has {room / 1e9:.2f} GB")
+
+
+def disk(subject: Subject) -> Finding:
+    """What is still to be written fits on the disk."""
+    folder, needed = subject.record_folder or Path(), LEAST_BYTES
+    with suppress(RecordError):
+        manifest = read_manifest(folder)
+        needed += sum(map(manifest.shard_bytes, missing_shards(folder, manifest) or ()))
+    check_room(folder, needed, "needs about")
+    return Finding(True, f"{needed / 1e9:.1f} GB wanted at {folder}, {disk_usage(folder).free / 1e9:.1f} free")
