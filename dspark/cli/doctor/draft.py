@@ -9,13 +9,19 @@ from torch import Tensor
 
 from dspark.cli.doctor.subject import Finding, NotApplicable, Subject
 from dspark.cli.identity import fields_of
+from dspark.data.chat import encode_prompt
+from dspark.decode.generation import DraftSpeaker
+from dspark.decode.sampling import Sampling
 from dspark.decode.teacher_forced import estimate, round_starts
 from dspark.draft.anchors import slot_positions
 from dspark.draft.proposal import ContextCache, extend, propose
+from dspark.eval.measure import decode_prompts
 from dspark.eval.statistics import decoding_gap
+from dspark.eval.tasks import load_task
 from dspark.export import draft_parameter_count, read_draft, write_draft
 from dspark.record.checking import distance
 
+NUM_PROMPTS, GREEDY_TOKENS = 4, 32
 LEARNED_NATS = 0.5
 """By so much a draft must be better than chance before its slots can be told apart."""
 PARITY = 0.05
@@ -33,12 +39,9 @@ def slot_alignment(subject: Subject) -> Finding:
     """Slot j predicts token p+j+1: the labels one place before or behind it are worse predicted.
     Source: specs/dspark.md 9, number 4.
     """
-    draft, (prompt_ids_T, text) = subject.draft, max(subject.texts, key=lambda pair: pair[1].num_tokens)
-    ids_T = torch.cat((prompt_ids_T, text.ids_T)).to(subject.device)
+    draft, ids_T = subject.draft, subject.ids_T.to(subject.device)
     rows_T = torch.arange(len(ids_T), device=ids_T.device)
-    anchors_A = rows_T[len(prompt_ids_T) : -draft.config.block_size - 1]
-    if not len(anchors_A):
-        raise NotApplicable("every text ended within its first block")
+    anchors_A = rows_T[len(ids_T) // 2 : -draft.config.block_size - 1]
     said = draft(ids_T, rows_T, _taps(subject, ids_T), torch.zeros_like(anchors_A), anchors_A)
     logits_AKV = draft.base_logits(said.hidden_AKD) + draft.markov_head.markov_w2(said.mixed_AKR)
     labels_AK3 = ids_T[slot_positions(anchors_A, draft.config.block_size)[..., None] + rows_T[:3]]
@@ -93,14 +96,28 @@ def export_round_trip(subject: Subject) -> Finding:
 
 def parity(subject: Subject) -> Finding:
     """Decoding accepts what teacher forcing expects of the same rounds: training and drafting see the same."""
-    texts, target = subject.texts, subject.tapping(subject.draft.config.target_layer_ids)
-    options = [(prompt_ids_T, text.ids_T, subject.greedy, round_starts(text.rounds)) for prompt_ids_T, text in texts]
-    forced = [estimate(target, subject.draft, *given) for given in options]
+    target, sampling = subject.tapping(subject.draft.config.target_layer_ids), greedy_of(subject)
+    prompts = prompts_of(subject)
+    texts = decode_prompts(DraftSpeaker(target, subject.draft), prompts, sampling, 0)
+    forced = [
+        estimate(target, subject.draft, prompt_ids_T, text.ids_T, sampling, round_starts(text.rounds))
+        for prompt_ids_T, text in zip(prompts, texts, strict=True)
+    ]
     if not any(each.anchors for each in forced):
         raise NotApplicable("every text ended within its first block")
-    gap = decoding_gap(forced, [text.rounds for _, text in texts])
+    gap = decoding_gap(forced, [text.rounds for text in texts])
     told = f"decoded {gap.decoded:.2f} tokens a round, teacher forcing expects {gap.forced:.2f} of the {gap.num_rounds}"
     return Finding(abs(gap.difference) <= PARITY * gap.decoded, told)
+
+
+def greedy_of(subject: Subject) -> Sampling:
+    return Sampling(0.0, GREEDY_TOKENS, subject.facts.stop_token_ids)
+
+
+def prompts_of(subject: Subject) -> list[Tensor]:
+    """The first held-out prompts; where the target has no template, the sample."""
+    asked = load_task("heldout", NUM_PROMPTS) if subject.tokenizer.chat_template else ()
+    return [encode_prompt(subject.chat, each) for each in asked] or [subject.ids_T]
 
 
 def _taps(subject: Subject, ids_T: Tensor, *borders: int) -> Tensor:

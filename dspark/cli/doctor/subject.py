@@ -18,13 +18,8 @@ from dspark.cli.identity import check_pair
 from dspark.config import read_yaml
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
-from dspark.decode.generation import DraftSpeaker
-from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
 from dspark.errors import RecordError
-from dspark.eval.measure import decode_prompts
-from dspark.eval.tasks import load_task
-from dspark.eval.timing import DecodedText
 from dspark.export import read_draft
 from dspark.model_folder import Checkpoint
 from dspark.provenance import versions as installed_versions
@@ -39,7 +34,6 @@ from dspark.types import Target
 from dspark.verifier.plan import check_device, free_bytes
 
 WORDS = read_yaml(Path(__file__).with_name("words.yaml"), "the doctor's words")
-NUM_PROMPTS, GREEDY_TOKENS = 4, 32
 LEAST_BYTES = 1e9
 """Of free disk, beside what a record still needs: checkpoints, reports."""
 
@@ -130,19 +124,6 @@ class Subject:
         tables = (self.target.embedding_VD, self.target.head_VD)
         check_pair(self.draft_folder, self.facts, target_fingerprint(self.folder))
         return read_draft(self.draft_folder, tables, dtype=self.dtype, device=self.device)
-
-    @property
-    def greedy(self) -> Sampling:
-        return Sampling(0.0, GREEDY_TOKENS, self.facts.stop_token_ids)
-
-    @cached_property
-    def texts(self) -> list[tuple[Tensor, DecodedText]]:
-        """Prompts [T], and what the target says behind them when the draft proposes."""
-        speaker = DraftSpeaker(self.tapping(self.draft.config.target_layer_ids), self.draft)
-        has_template = bool(self.tokenizer.chat_template)
-        asked = load_task("heldout", NUM_PROMPTS) if has_template else [Conversation("", 1, text=WORDS["sample"])]
-        prompts = [encode_prompt(self.chat, each) for each in asked]
-        return list(zip(prompts, decode_prompts(speaker, prompts, self.greedy, 0), strict=True))
 
 
 def versions(subject: Subject) -> Finding:

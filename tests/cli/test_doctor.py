@@ -1,0 +1,315 @@
+"""dspark doctor: a healthy target, record and draft pass, and every check is turned red by a fault of its own kind."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from evaluating import write_tiny_draft
+from recorded import record
+from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling, write_tiny_qwen3
+from torch import Tensor
+from typer.testing import CliRunner
+
+from dspark.cli import doctor
+from dspark.cli.doctor import CHECKS, Subject, look
+from dspark.cli.doctor import draft as of_draft
+from dspark.cli.doctor import subject as of_machine
+from dspark.cli.doctor.subject import WORDS
+from dspark.cli.main import app
+from dspark.data.chat import Encoded, encode_conversation
+from dspark.data.conversations import Conversation
+from dspark.decode import generation, round
+from dspark.draft import backbone
+from dspark.draft.proposal import propose
+from dspark.export import FolderFields, read_draft, write_draft
+from dspark.record import writer
+from dspark.target.cache import LingCache
+from dspark.target.loading import load_tables, load_target, target_fingerprint
+from dspark.target.model import LingModel
+from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
+
+NAMES = [check.__name__ for check in CHECKS]
+TAPS = (1, 3, 4)
+GPU_CHECKS = {"gpus", "nccl"}
+
+
+class Patient(NamedTuple):
+    """A folder with a target, a record and a draft; and what has been loaded of them."""
+
+    place: Path
+    subject: Subject
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Few words are enough to tell right from wrong."""
+    with mock.patch.multiple(of_draft, NUM_PROMPTS=2, GREEDY_TOKENS=16):
+        yield
+
+
+def write_bigram_draft(folder: Path, target: Path, texts: list[Tensor], distance: int = 1) -> Path:
+    """A draft that has seen what stands ``distance`` places behind every token of some texts."""
+    write_tiny_draft(folder, target, markov_rank=VOCAB_SIZE)
+    draft = read_draft(folder, load_tables(target))
+    with torch.no_grad():
+        draft.markov_head.markov_w1.weight.copy_(torch.eye(VOCAB_SIZE))
+        draft.markov_head.markov_w2.weight.zero_()
+        for ids_T in texts:
+            draft.markov_head.markov_w2.weight[ids_T[distance:], ids_T[:-distance]] = 10.0
+    shutil.rmtree(folder)
+    write_draft(draft, folder, FolderFields(STOP_TOKEN_ID))
+    return folder
+
+
+def write_record(place: Path, folder: Path, target: Any, sequences: list[Encoded], **changes: Any) -> Path:
+    target_folder = place / "target"
+    facts = {"target_layer_ids": TAPS, "hidden_size": 32, "vocab_size": VOCAB_SIZE, "shard_tokens": 100}
+    facts |= {"tokenizer_fingerprint": tokenizer_fingerprint(target_folder)}
+    facts |= {"template_fingerprint": template_fingerprint(load_tokenizer(target_folder))}
+    facts |= {"target_fingerprint": target_fingerprint(target_folder)}
+    record(folder, target, sequences, **facts | changes)
+    return folder
+
+
+def sequences_of(subject: Subject) -> list[Encoded]:
+    talks = [[("user", f"Add {n} and 2."), ("assistant", f"That is {n + 2}, I think.")] for n in range(5)]
+    rows = [tuple({"role": role, "content": said} for role, said in talk) for talk in talks]
+    return [encode_conversation(subject.chat, Conversation("talks", n + 1, row)) for n, row in enumerate(rows)]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Patient:
+    place = tmp_path_factory.mktemp("healthy")
+    write_tiny_ling(place / "target")
+    bare = Subject(place / "target", None, None, "cpu")
+    prompts = of_draft.prompts_of(bare)[:2]
+    answers = generation.generate(bare.target, prompts, dataclasses.replace(of_draft.greedy_of(bare), max_new_tokens=24), [float] * 2)
+    texts = [bare.ids_T, *answers]
+    write_bigram_draft(place / "draft", place / "target", texts)
+    write_bigram_draft(place / "off by one", place / "target", texts, distance=2)
+    sequences = sequences_of(bare)
+    write_record(place, place / "record", bare.tapping(TAPS), sequences)
+    return Patient(place, Subject(place / "target", place / "record", place / "draft", "cpu"))
+
+
+def found_red(subject: Subject, skipped: tuple[str, ...] = ()) -> dict[str, str]:
+    with small():
+        findings = {check.__name__: look(check, subject) for check in CHECKS}
+    print(findings)
+    return {name: finding.found for name, finding in findings.items() if finding.is_right is False}
+
+
+def test_a_healthy_target_record_and_draft_pass_everything(healthy: Patient) -> None:
+    with small():
+        findings = {check.__name__: look(check, healthy.subject) for check in CHECKS}
+    assert {name for name, finding in findings.items() if finding.is_right is None} <= GPU_CHECKS
+    assert not [name for name, finding in findings.items() if finding.is_right is False], findings
+
+
+def fresh(healthy: Patient, **folders: Path | None) -> Subject:
+    """The healthy one with other folders, nothing loaded."""
+    given = {"record_folder": healthy.place / "record", "draft_folder": healthy.place / "draft"} | folders
+    return Subject(**{"folder": healthy.place / "target", "device": "cpu"} | given)  # type: ignore[arg-type]
+
+
+def copied(healthy: Patient, tmp_path: Path, name: str) -> Path:
+    shutil.copytree(healthy.place / name, tmp_path / name)
+    return tmp_path / name
+
+
+def old_package(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    known = of_machine.version
+    patch.setattr(of_machine, "version", lambda name: "1.0" if name == "torch" else known(name))
+    return fresh(healthy)
+
+
+def gpus(patch: pytest.MonkeyPatch, number: int, capability: tuple[int, int], is_joined: bool) -> None:
+    patch.setattr(torch.cuda, "device_count", lambda: number)
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    patch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: is_joined)
+    patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+
+
+def old_gpu(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    gpus(patch, 1, (8, 0), True)
+    return fresh(healthy)
+
+
+def lonely_gpus(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    gpus(patch, 2, (9, 0), False)
+    return fresh(healthy)
+
+
+def wrong_width(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    folder = copied(healthy, tmp_path, "target")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"moe_intermediate_size": 24}))
+    return fresh(healthy, folder=folder, record_folder=None)
+
+
+def small_machine(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    patch.setattr(of_machine, "free_bytes", lambda device: 1000)
+    return fresh(healthy)
+
+
+def full_disk(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    patch.setattr(writer, "disk_usage", lambda folder: mock.Mock(free=1e6))
+    return fresh(healthy)
+
+
+def other_template(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    path = copied(healthy, tmp_path, "target") / "chat_template.jinja"
+    path.write_text(path.read_text().replace("'</think>' ~ content", "'</think>\n' ~ content"))
+    return fresh(healthy, folder=path.parent, record_folder=None)
+
+
+def dropped_limit(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    subject = fresh(healthy, record_folder=None)
+    subject.target.model.layers[5].mlp.limit = None
+    return subject
+
+
+def shifted_taps(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    walk = LingModel._walk
+
+    def shifted(model: LingModel, *given: Any) -> Any:
+        right = model.target_layer_ids
+        model.target_layer_ids = tuple(index + 1 for index in right)
+        try:
+            return walk(model, *given)
+        finally:
+            model.target_layer_ids = right
+
+    patch.setattr(LingModel, "_walk", shifted)
+    return fresh(healthy, record_folder=None)
+
+
+def no_final_norm(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    subject = fresh(healthy, record_folder=None)
+    subject.target.model.norm.forward = lambda hidden: hidden
+    return subject
+
+
+def coarse_router(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    subject = fresh(healthy, record_folder=None)
+    for layer in subject.target.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            gate = layer.mlp.gate
+            gate.forward = partial(lambda right, x_ND: right(x_ND.bfloat16().float()), gate.forward)
+    return subject
+
+
+def forgetful_decoding(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    """The state of a window that is kept whole is not."""
+    commit = LingCache._commit_linear
+
+    def forget(cache: LingCache, counts_B: Tensor, is_whole: bool) -> None:
+        before = cache.states
+        commit(cache, counts_B, is_whole)
+        cache.states = before if is_whole else cache.states
+
+    patch.setattr(LingCache, "_commit_linear", forget)
+    return fresh(healthy)
+
+
+def no_rollback(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    """The state after a whole window stays, whatever was kept of it."""
+    commit = LingCache._commit_linear
+    patch.setattr(LingCache, "_commit_linear", lambda cache, counts_B, is_whole: commit(cache, counts_B, True))
+    return fresh(healthy)
+
+
+def foreign_record(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    subject = healthy.subject
+    given = (healthy.place, tmp_path / "record", subject.tapping(TAPS), sequences_of(subject))
+    return fresh(healthy, record_folder=write_record(*given, target_fingerprint="1" * 64))
+
+
+def full_masks(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    subject = healthy.subject
+    everything = [Encoded(each.ids_T, torch.arange(len(each.ids_T)) > 0, each.place) for each in sequences_of(subject)]
+    folder = write_record(healthy.place, tmp_path / "record", subject.tapping(TAPS), everything)
+    return fresh(healthy, record_folder=folder)
+
+
+def other_states(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    other = load_target(write_tiny_ling(tmp_path / "other", seed=1), target_layer_ids=TAPS)
+    folder = write_record(healthy.place, tmp_path / "record", other, sequences_of(healthy.subject))
+    return fresh(healthy, record_folder=folder)
+
+
+def foreign_draft(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    folder = copied(healthy, tmp_path, "draft")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"num_target_layers": 7}))
+    return fresh(healthy, draft_folder=folder)
+
+
+def misaligned_draft(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    return fresh(healthy, draft_folder=healthy.place / "off by one")
+
+
+def leaking_anchor(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    """A block reads the target's state at its own anchor."""
+    attend = backbone.anchor_attention
+    patch.setattr(backbone, "anchor_attention", lambda *given: attend(*given[:-1], given[-1] + 1))
+    return fresh(healthy)
+
+
+def lossy_export(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    def write_without_markov(draft: Any, *given: Any) -> None:
+        other = deepcopy(draft)
+        other.markov_head.markov_w2.weight.zero_()
+        write_draft(other, *given)
+
+    patch.setattr(of_draft, "write_draft", write_without_markov)
+    return fresh(healthy)
+
+
+def other_markov_token(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    """Decoding, and it alone, starts its blocks from another token than the anchor."""
+    patch.setattr(round, "propose", lambda draft, context, anchor_id, *given: propose(draft, context, 0, *given))
+    return fresh(healthy)
+
+
+FAULTS: dict[str, Callable[[Patient, pytest.MonkeyPatch, Path], Subject]] = {
+    "versions": old_package,
+    "gpus": old_gpu,
+    "nccl": lonely_gpus,
+    "census": wrong_width,
+    "memory": small_machine,
+    "disk": full_disk,
+    "template": other_template,
+    "swiglu_limits": dropped_limit,
+    "taps": shifted_taps,
+    "head": no_final_norm,
+    "router_ties": coarse_router,
+    "decode_equals_prefill": forgetful_decoding,
+    "rollback": no_rollback,
+    "record_origin": foreign_record,
+    "loss_mask": full_masks,
+    "record_rows": other_states,
+    "draft_fits": foreign_draft,
+    "slot_alignment": misaligned_draft,
+    "leaks": leaking_anchor,
+    "export_round_trip": lossy_export,
+    "parity": other_markov_token,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_planted_fault_turns_its_own_check_red_and_no_other(
+    healthy: Patient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    assert list(found_red(FAULTS[name](healthy, monkeypatch, tmp_path))) == [name]
