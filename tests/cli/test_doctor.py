@@ -1,6 +1,5 @@
 """dspark doctor: a healthy target, record and draft pass, and every check is turned red by a fault of its own kind."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from dspark.cli.main import app
 from dspark.data.chat import Encoded, encode_conversation
 from dspark.data.conversations import Conversation
 from dspark.decode import generation, round
+from dspark.decode.sampling import Sampling
 from dspark.draft import backbone
 from dspark.draft.proposal import propose
 from dspark.export import FolderFields, read_draft, write_draft
@@ -52,7 +52,7 @@ class Patient(NamedTuple):
 @contextmanager
 def small() -> Iterator[None]:
     """Few words are enough to tell right from wrong."""
-    with mock.patch.multiple(of_draft, NUM_PROMPTS=2, GREEDY_TOKENS=16):
+    with mock.patch.multiple(of_draft, NUM_PROMPTS=2, GREEDY_TOKENS=12):
         yield
 
 
@@ -92,7 +92,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Patient:
     write_tiny_ling(place / "target")
     bare = Subject(place / "target", None, None, "cpu")
     prompts = of_draft.prompts_of(bare)[:2]
-    answers = generation.generate(bare.target, prompts, dataclasses.replace(of_draft.greedy_of(bare), max_new_tokens=24), [float] * 2)
+    answers = generation.generate(bare.target, prompts, Sampling(0.0, 24, (STOP_TOKEN_ID,)), [float] * 2)
     texts = [bare.ids_T, *answers]
     write_bigram_draft(place / "draft", place / "target", texts)
     write_bigram_draft(place / "off by one", place / "target", texts, distance=2)

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark.cli.doctor import draft as of_draft
-from dspark.cli.doctor import record as of_record
 from dspark.cli.doctor import subject as of_machine
 from dspark.cli.doctor import target as of_target
 from dspark.cli.doctor.subject import WORDS, Finding, NotApplicable, Subject
@@ -25,7 +24,7 @@ CHECKS: list[Check] = [
     *(of_machine.versions, of_machine.gpus, of_machine.nccl),
     *(of_target.census, of_machine.memory, of_machine.disk, of_target.template, of_target.swiglu_limits),
     *(of_target.taps, of_target.head, of_target.router_ties, of_target.decode_equals_prefill, of_target.rollback),
-    *(of_record.record_origin, of_record.loss_mask, of_record.record_rows),
+    *(of_draft.record_origin, of_draft.loss_mask, of_draft.record_rows),
     *(of_draft.draft_fits, of_draft.slot_alignment, of_draft.leaks, of_draft.export_round_trip, of_draft.parity),
 ]
 """In the order in which they are made: what others rest on comes first."""
@@ -45,11 +44,7 @@ def doctor(
     is held against config.json by its headers all the same.
     """
     console, subject = Console(highlight=False), Subject(locate_target(target), record, draft, device)
-    found = []
-    for check in CHECKS:
-        found.append(look(check, subject))
-        console.print(row_of(check.__name__, *found[-1]))
-    states = [is_right for is_right, _ in found]
+    states = [show(console, check.__name__, look(check, subject)) for check in CHECKS]
     console.print(", ".join(f"{states.count(state)} {name}" for state, (name, _) in STATES.items()))
     raise typer.Exit(int(False in states))
 
@@ -68,9 +63,10 @@ def look(check: Check, subject: Subject) -> Finding:
         return Finding(False, str(error))
 
 
-def row_of(name: str, is_right: bool | None, found: str) -> Table:
-    """A finding as a row of a table."""
-    row, (state, style) = Table.grid(padding=(0, 2)), STATES[is_right]
-    cure = f"\nCure: {WORDS['cures'][name]}." if is_right is False else ""
-    row.add_row(Text(f"{state:14}", style), f"{name.replace('_', ' '):21}", Text(found + cure))
-    return row
+def show(console: Console, name: str, finding: Finding) -> bool | None:
+    """Print a finding, and the cure where something is wrong. Returns: whether all is right."""
+    row, (state, style) = Table.grid(padding=(0, 2)), STATES[finding.is_right]
+    cure = f"\nCure: {WORDS['cures'][name]}." if finding.is_right is False else ""
+    row.add_row(Text(f"{state:14}", style), f"{name.replace('_', ' '):21}", Text(finding.found + cure))
+    console.print(row)
+    return finding.is_right

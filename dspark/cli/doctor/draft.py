@@ -1,4 +1,4 @@
-"""Checks of a draft: it fits, predicts the tokens it should, sees nothing it must not, and drafts as it was trained."""
+"""Checks of a record, of what stands in it, and of a draft: what it predicts, sees and accepts."""
 
 from math import log
 from pathlib import Path
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dspark.cli.doctor.subject import Finding, NotApplicable, Subject
+from dspark.cli.doctor.target import supervised
 from dspark.cli.identity import fields_of
-from dspark.data.chat import encode_prompt
+from dspark.data.chat import Encoded, encode_prompt
 from dspark.decode.generation import DraftSpeaker
 from dspark.decode.sampling import Sampling
 from dspark.decode.teacher_forced import estimate, round_starts
@@ -19,13 +20,61 @@ from dspark.eval.measure import decode_prompts
 from dspark.eval.statistics import decoding_gap
 from dspark.eval.tasks import load_task
 from dspark.export import draft_parameter_count, read_draft, write_draft
-from dspark.record.checking import distance
+from dspark.record.checking import check_shards, distance
+from dspark.record.writer import missing_shards
+from dspark.target.loading import target_fingerprint
+from dspark.target.tokenizer import template_fingerprint, tokenizer_fingerprint
 
+NUM_SEQUENCES, SHOWN_LETTERS = 200, 300
+"""Sequences whose masks are looked at, evenly spread; and how much of the first one's is shown."""
 NUM_PROMPTS, GREEDY_TOKENS = 4, 32
 LEARNED_NATS = 0.5
 """By so much a draft must be better than chance before its slots can be told apart."""
 PARITY = 0.05
 """By so much of the decoded length teacher forcing may be off: rounding turns near ties."""
+
+
+def record_origin(subject: Subject) -> Finding:
+    """The record is finished, and of this target, its tokenizer and its template."""
+    folder, tokenizer, manifest = subject.folder, subject.tokenizer, subject.record.manifest
+    there = manifest.target_fingerprint, manifest.tokenizer_fingerprint, manifest.template_fingerprint
+    template = template_fingerprint(tokenizer) if tokenizer.chat_template else None
+    both = zip(there, (target_fingerprint(folder), tokenizer_fingerprint(folder), template), strict=True)
+    names = zip(("target", "tokenizer", "template"), both, strict=True)
+    wrong = [f"{name} {was} there, {now} here" for name, (was, now) in names if was != now]
+    if missing := missing_shards(subject.record.folder, manifest):
+        wrong.append(f"{len(missing)} of {len(manifest.shards)} shards are not recorded")
+    return Finding(not wrong, "; ".join(wrong) or f"{len(subject.record)} sequences of {manifest.num_tokens:,} tokens")
+
+
+def loss_mask(subject: Subject) -> Finding:
+    """Words are supervised everywhere, not markers alone, and never everything of a conversation."""
+    reader, special, faults = subject.record, subject.chat.special_ids, list[str]()
+    for index in range(0, len(reader), max(1, len(reader) // NUM_SEQUENCES)):
+        ids_T, mask_T = reader.text(index)
+        is_talk = reader.manifest.answers == "target" or not special.isdisjoint(ids_T[1:-1].tolist())
+        if special.issuperset(ids_T[mask_T].tolist()):
+            faults.append(f"sequence {index} supervises no words")
+        elif mask_T[1:].all() and is_talk:
+            faults.append(f"sequence {index} supervises everything, also what was asked")
+    shown = " | ".join(str(subject.tokenizer.decode(run)) for run in supervised(*reader.text(0)))
+    share = reader.manifest.num_supervised / reader.manifest.num_tokens
+    told = f"{share:.0%} are supervised; of the first sequence: {' '.join(shown.split())[:SHOWN_LETTERS]}"
+    return Finding(not faults, "; ".join(faults[:1]) or told)
+
+
+def record_rows(subject: Subject) -> Finding:
+    """Checksums of the first and the last shard hold, and the target says of their first texts what stands there."""
+    reader, shards = subject.record, sorted({0, subject.record.num_shards - 1})
+    if reader.manifest.target_fingerprint != target_fingerprint(subject.folder):
+        raise NotApplicable("the record is of another target")
+    texts = {place: Encoded(*reader.text(place), "") for shard in shards for place in reader.members(shard)}
+    found = [*check_shards(reader, lambda: None, subject.tapping(reader.manifest.target_layer_ids), texts, shards)]
+    faults = [f"shard {each.index}: {each.fault}" for each in found if each.fault]
+    farthest = max(each.states_error or 0.0 for each in found)
+    return Finding(
+        not faults, "; ".join(faults) or f"shards {shards}: states lie {farthest:.1g} of their norm from now's"
+    )
 
 
 def draft_fits(subject: Subject) -> Finding:
@@ -46,9 +95,9 @@ def slot_alignment(subject: Subject) -> Finding:
     logits_AKV = draft.base_logits(said.hidden_AKD) + draft.markov_head.markov_w2(said.mixed_AKR)
     labels_AK3 = ids_T[slot_positions(anchors_A, draft.config.block_size)[..., None] + rows_T[:3]]
     before, own, behind = logits_AKV.log_softmax(-1).gather(2, labels_AK3).mean((0, 1)).tolist()
-    if max(before, own, behind) < LEARNED_NATS - log(draft.config.vocab_size):
-        raise NotApplicable(f"the draft predicts no better than chance, {own:.1f} nats a token: is it trained?")
     told = f"labels shifted by -1, 0, +1 have {before:.2f}, {own:.2f}, {behind:.2f} nats a token"
+    if max(before, own, behind) < LEARNED_NATS - log(draft.config.vocab_size):
+        raise NotApplicable(f"the draft is no better than chance, is it trained? {told}")
     return Finding(own > max(before, behind), told)
 
 
@@ -56,62 +105,53 @@ def leaks(subject: Subject) -> Finding:
     """A block reads the target's states before its anchor, in its own text, and nothing else.
     Source: specs/dspark.md 1.2 and 9, number 3.
     """
-    draft, half, faults = subject.draft, len(subject.ids_T) // 2, list[str]()
-    ids_T = subject.ids_T[: 2 * half].to(subject.device)  # two texts in a row
-    taps_TLD, rows_T = _taps(subject, ids_T, half), torch.arange(2 * half, device=ids_T.device)
+    draft, half = subject.draft, len(subject.ids_T) // 2
+    ids_T, anchor = subject.ids_T[: 2 * half].to(subject.device), half + half // 2  # in the second of two texts
+    rows_T = torch.arange(2 * half, device=ids_T.device)
+    taps_TLD, is_own_T = _taps(subject, ids_T, half), (rows_T >= anchor) & (rows_T < anchor + draft.config.block_size)
     starts_A = rows_T[[0, half]]
-    anchors_A = starts_A + half // 2
 
-    def said(ids_T: Tensor, is_kept_T: Tensor) -> list[Tensor]:
-        shown_TLD = torch.where(is_kept_T[:, None, None], taps_TLD, 3 * taps_TLD.flip(0) + 1)
-        return list(draft(ids_T, rows_T % half, shown_TLD, starts_A, anchors_A)[:2])
+    def said(is_shown_T: Tensor, ids_T: Tensor) -> list[Tensor]:
+        shown_TLD = torch.where(is_shown_T[:, None, None], taps_TLD, 3 * taps_TLD.flip(0) + 1)
+        return [each[1] for each in draft(ids_T, rows_T % half, shown_TLD, starts_A, starts_A + half // 2)[:2]]
 
-    before = said(ids_T, rows_T >= 0)
-    for block, (start, anchor) in enumerate(zip(starts_A.tolist(), anchors_A.tolist(), strict=True)):
-        is_own_T = (rows_T >= anchor) & (rows_T < anchor + draft.config.block_size)
-        after = said(torch.where(is_own_T, ids_T, ids_T.flip(0)), (rows_T >= start) & (rows_T < anchor))
-        if not all(torch.equal(old[block], new[block]) for old, new in zip(before, after, strict=True)):
-            faults.append(f"the block at {anchor} changes with what lies behind its anchor or in another text")
-        if torch.equal(before[0][block], said(ids_T, rows_T != anchor - 1)[0][block]):
-            faults.append(f"the block at {anchor} does not read the state right before its anchor")
-    return Finding(not faults, "; ".join(faults) or "two texts in a row: blocks see their own past alone")
+    whole, blind = said(rows_T >= 0, ids_T), said(rows_T != anchor - 1, ids_T)
+    past = said((rows_T >= half) & (rows_T < anchor), torch.where(is_own_T, ids_T, ids_T.flip(0)))
+    faults = (
+        [] if all(map(torch.equal, whole, past)) else ["a block changes with what is behind its anchor or elsewhere"]
+    )
+    faults += ["a block does not read the state right before its anchor"] if torch.equal(whole[0], blind[0]) else []
+    return Finding(not faults, "; ".join(faults) or "with another text before it, a block sees its own past alone")
 
 
 def export_round_trip(subject: Subject) -> Finding:
     """Written and read again the draft proposes the same."""
-    ids_T, tables, found = subject.ids_T, (subject.target.embedding_VD, subject.target.head_VD), []
+    ids_T, tables = subject.ids_T, (subject.target.embedding_VD, subject.target.head_VD)
     with TemporaryDirectory() as place:
         write_draft(subject.draft, Path(place) / "draft", fields_of(subject.facts, num_anchors=1))
         again = read_draft(Path(place) / "draft", tables, dtype=subject.dtype, device=subject.device)
+    proposals = []
     for draft in (subject.draft, again):
         extend(draft, context := ContextCache(draft), _taps(subject, ids_T[:-1]))
-        found.append(propose(draft, context, int(ids_T[-1]), lambda logits_V: int(logits_V.argmax())))
-    (before_K, after_K), error = (
-        (each.ids_K.tolist() for each in found),
-        distance(found[1].logits_KV, found[0].logits_KV),
-    )
-    told = f"{before_K} before, {after_K} after, logits {error:.1g} of their norm away"
-    return Finding(before_K == after_K and error <= subject.tolerance, told)
+        proposals.append(propose(draft, context, int(ids_T[-1]), lambda logits_V: int(logits_V.argmax())))
+    before, after = proposals
+    error, is_same = distance(after.logits_KV, before.logits_KV), torch.equal(after.ids_K, before.ids_K)
+    told = f"{before.ids_K.tolist()} before, {after.ids_K.tolist()} after, logits {error:.1g} of their norm away"
+    return Finding(is_same and error <= subject.tolerance, told)
 
 
 def parity(subject: Subject) -> Finding:
     """Decoding accepts what teacher forcing expects of the same rounds: training and drafting see the same."""
-    target, sampling = subject.tapping(subject.draft.config.target_layer_ids), greedy_of(subject)
-    prompts = prompts_of(subject)
-    texts = decode_prompts(DraftSpeaker(target, subject.draft), prompts, sampling, 0)
-    forced = [
-        estimate(target, subject.draft, prompt_ids_T, text.ids_T, sampling, round_starts(text.rounds))
-        for prompt_ids_T, text in zip(prompts, texts, strict=True)
-    ]
+    pair = subject.tapping(subject.draft.config.target_layer_ids), subject.draft
+    prompts, greedy = prompts_of(subject), Sampling(0.0, GREEDY_TOKENS, subject.facts.stop_token_ids)
+    texts = decode_prompts(DraftSpeaker(*pair), prompts, greedy, 0)
+    both = zip(prompts, texts, strict=True)
+    forced = [estimate(*pair, ids_T, text.ids_T, greedy, round_starts(text.rounds)) for ids_T, text in both]
     if not any(each.anchors for each in forced):
         raise NotApplicable("every text ended within its first block")
     gap = decoding_gap(forced, [text.rounds for text in texts])
     told = f"decoded {gap.decoded:.2f} tokens a round, teacher forcing expects {gap.forced:.2f} of the {gap.num_rounds}"
     return Finding(abs(gap.difference) <= PARITY * gap.decoded, told)
-
-
-def greedy_of(subject: Subject) -> Sampling:
-    return Sampling(0.0, GREEDY_TOKENS, subject.facts.stop_token_ids)
 
 
 def prompts_of(subject: Subject) -> list[Tensor]:

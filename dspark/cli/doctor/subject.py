@@ -128,8 +128,7 @@ class Subject:
 
 def versions(subject: Subject) -> Finding:
     """The packages are those that the project is made for."""
-    needed = [each for each in map(Requirement, requires("dspark") or ()) if "extra" not in str(each.marker)]
-    needed = [each for each in needed if each.marker is None or each.marker.evaluate()]
+    needed = [each for each in map(Requirement, requires("dspark") or ()) if not each.marker or each.marker.evaluate()]
     wrong = [f"{version(each.name)} is here, {each} is needed" for each in needed
              if not each.specifier.contains(version(each.name), prereleases=True)]  # fmt: skip
     return Finding(not wrong, "; ".join(wrong) or ", ".join(map(" ".join, installed_versions().items())))
