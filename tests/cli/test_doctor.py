@@ -14,16 +14,13 @@ import pytest
 import torch
 from evaluating import write_tiny_draft
 from recorded import record
-from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling, write_tiny_qwen3
+from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
 from torch import Tensor
-from typer.testing import CliRunner
 
-from dspark.cli import doctor
 from dspark.cli.doctor import CHECKS, Subject, look
 from dspark.cli.doctor import draft as of_draft
 from dspark.cli.doctor import subject as of_machine
 from dspark.cli.doctor.subject import WORDS
-from dspark.cli.main import app
 from dspark.data.chat import Encoded, encode_conversation
 from dspark.data.conversations import Conversation
 from dspark.decode import generation, round
@@ -39,7 +36,9 @@ from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokeni
 
 NAMES = [check.__name__ for check in CHECKS]
 TAPS = (1, 3, 4)
-GPU_CHECKS = {"gpus", "nccl"}
+
+
+Fault = Callable[["Patient", pytest.MonkeyPatch, Path], Subject]
 
 
 class Patient(NamedTuple):
@@ -101,17 +100,16 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Patient:
     return Patient(place, Subject(place / "target", place / "record", place / "draft", "cpu"))
 
 
-def found_red(subject: Subject, skipped: tuple[str, ...] = ()) -> dict[str, str]:
+def found_red(subject: Subject) -> dict[str, str]:
     with small():
         findings = {check.__name__: look(check, subject) for check in CHECKS}
-    print(findings)
     return {name: finding.found for name, finding in findings.items() if finding.is_right is False}
 
 
 def test_a_healthy_target_record_and_draft_pass_everything(healthy: Patient) -> None:
     with small():
         findings = {check.__name__: look(check, healthy.subject) for check in CHECKS}
-    assert {name for name, finding in findings.items() if finding.is_right is None} <= GPU_CHECKS
+    assert {name for name, finding in findings.items() if finding.is_right is None} <= {"gpus"}
     assert not [name for name, finding in findings.items() if finding.is_right is False], findings
 
 
@@ -129,7 +127,7 @@ def copied(healthy: Patient, tmp_path: Path, name: str) -> Path:
 def old_package(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
     known = of_machine.version
     patch.setattr(of_machine, "version", lambda name: "1.0" if name == "torch" else known(name))
-    return fresh(healthy)
+    return fresh(healthy, record_folder=None, draft_folder=None)
 
 
 def gpus(patch: pytest.MonkeyPatch, number: int, capability: tuple[int, int], is_joined: bool) -> None:
@@ -143,12 +141,18 @@ def gpus(patch: pytest.MonkeyPatch, number: int, capability: tuple[int, int], is
 
 def old_gpu(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
     gpus(patch, 1, (8, 0), True)
-    return fresh(healthy)
+    return fresh(healthy, record_folder=None, draft_folder=None)
 
 
 def lonely_gpus(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
     gpus(patch, 2, (9, 0), False)
-    return fresh(healthy)
+    return fresh(healthy, record_folder=None, draft_folder=None)
+
+
+def no_nccl(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    gpus(patch, 2, (9, 0), True)
+    patch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    return fresh(healthy, record_folder=None, draft_folder=None)
 
 
 def wrong_width(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
@@ -165,7 +169,7 @@ def small_machine(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def full_disk(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
     patch.setattr(writer, "disk_usage", lambda folder: mock.Mock(free=1e6))
-    return fresh(healthy)
+    return fresh(healthy, record_folder=None, draft_folder=None)
 
 
 def other_template(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
@@ -283,33 +287,38 @@ def other_markov_token(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Pa
     return fresh(healthy)
 
 
-FAULTS: dict[str, Callable[[Patient, pytest.MonkeyPatch, Path], Subject]] = {
-    "versions": old_package,
-    "gpus": old_gpu,
-    "nccl": lonely_gpus,
-    "census": wrong_width,
-    "memory": small_machine,
-    "disk": full_disk,
-    "template": other_template,
-    "swiglu_limits": dropped_limit,
-    "taps": shifted_taps,
-    "head": no_final_norm,
-    "router_ties": coarse_router,
-    "decode_equals_prefill": forgetful_decoding,
-    "rollback": no_rollback,
-    "record_origin": foreign_record,
-    "loss_mask": full_masks,
-    "record_rows": other_states,
-    "draft_fits": foreign_draft,
-    "slot_alignment": misaligned_draft,
-    "leaks": leaking_anchor,
-    "export_round_trip": lossy_export,
-    "parity": other_markov_token,
+FAULTS = {
+    old_package: "versions",
+    old_gpu: "gpus",
+    lonely_gpus: "gpus",
+    no_nccl: "gpus",
+    wrong_width: "census",
+    small_machine: "memory",
+    full_disk: "disk",
+    other_template: "template",
+    dropped_limit: "swiglu_limits",
+    shifted_taps: "taps",
+    no_final_norm: "head",
+    coarse_router: "router_ties",
+    forgetful_decoding: "decode_equals_prefill",
+    no_rollback: "rollback",
+    foreign_record: "record_origin",
+    full_masks: "loss_mask",
+    other_states: "record_rows",
+    foreign_draft: "draft_fits",
+    misaligned_draft: "slot_alignment",
+    leaking_anchor: "leaks",
+    lossy_export: "export_round_trip",
+    other_markov_token: "parity",
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_turns_its_own_check_red_and_no_other(
-    healthy: Patient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    healthy: Patient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: Fault
 ) -> None:
-    assert list(found_red(FAULTS[name](healthy, monkeypatch, tmp_path))) == [name]
+    assert list(found_red(fault(healthy, monkeypatch, tmp_path))) == [FAULTS[fault]]
+
+
+def test_every_check_has_a_cure_and_a_fault() -> None:
+    assert set(NAMES) == set(WORDS["cures"]) == set(FAULTS.values())

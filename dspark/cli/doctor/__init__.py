@@ -21,9 +21,9 @@ from dspark.target.loading import locate_target
 
 Check = Callable[[Subject], Finding]
 CHECKS: list[Check] = [
-    *(of_machine.versions, of_machine.gpus, of_machine.nccl),
-    *(of_target.census, of_machine.memory, of_machine.disk, of_target.template, of_target.swiglu_limits),
-    *(of_target.taps, of_target.head, of_target.router_ties, of_target.decode_equals_prefill, of_target.rollback),
+    *(of_machine.versions, of_machine.gpus, of_machine.disk, of_target.census, of_machine.memory),
+    *(of_target.template, of_target.swiglu_limits, of_target.taps, of_target.head, of_target.router_ties),
+    *(of_target.decode_equals_prefill, of_target.rollback),
     *(of_draft.record_origin, of_draft.loss_mask, of_draft.record_rows),
     *(of_draft.draft_fits, of_draft.slot_alignment, of_draft.leaks, of_draft.export_round_trip, of_draft.parity),
 ]
@@ -57,10 +57,8 @@ def look(check: Check, subject: Subject) -> Finding:
     except NotApplicable as reason:
         return Finding(None, str(reason))
     except (DsparkError, PackageNotFoundError) as error:
-        if str(error) in subject.told:
-            return Finding(None, "what it needs has failed above")
-        subject.told.add(str(error))
-        return Finding(False, str(error))
+        known, subject.told = subject.told, subject.told | {str(error)}
+        return Finding(None if str(error) in known else False, str(error))
 
 
 def show(console: Console, name: str, finding: Finding) -> bool | None:

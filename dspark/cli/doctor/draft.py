@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from dspark.cli.doctor.subject import Finding, NotApplicable, Subject
+from dspark.cli.doctor.subject import Finding, NotApplicable, Subject, close
 from dspark.cli.doctor.target import supervised
 from dspark.cli.identity import fields_of
 from dspark.data.chat import Encoded, encode_prompt
@@ -20,8 +20,7 @@ from dspark.eval.measure import decode_prompts
 from dspark.eval.statistics import decoding_gap
 from dspark.eval.tasks import load_task
 from dspark.export import draft_parameter_count, read_draft, write_draft
-from dspark.record.checking import check_shards, distance
-from dspark.record.writer import missing_shards
+from dspark.record.checking import check_shards
 from dspark.target.loading import target_fingerprint
 from dspark.target.tokenizer import template_fingerprint, tokenizer_fingerprint
 
@@ -35,15 +34,12 @@ PARITY = 0.05
 
 
 def record_origin(subject: Subject) -> Finding:
-    """The record is finished, and of this target, its tokenizer and its template."""
-    folder, tokenizer, manifest = subject.folder, subject.tokenizer, subject.record.manifest
-    there = manifest.target_fingerprint, manifest.tokenizer_fingerprint, manifest.template_fingerprint
-    template = template_fingerprint(tokenizer) if tokenizer.chat_template else None
-    both = zip(there, (target_fingerprint(folder), tokenizer_fingerprint(folder), template), strict=True)
-    names = zip(("target", "tokenizer", "template"), both, strict=True)
-    wrong = [f"{name} {was} there, {now} here" for name, (was, now) in names if was != now]
-    if missing := missing_shards(subject.record.folder, manifest):
-        wrong.append(f"{len(missing)} of {len(manifest.shards)} shards are not recorded")
+    """The record is whole, and of this target, its tokenizer and its template."""
+    folder, manifest, chat = subject.folder, subject.record.manifest, subject.chat
+    here = {"target": target_fingerprint(folder), "tokenizer": tokenizer_fingerprint(folder)}
+    here["template"] = template_fingerprint(chat.tokenizer) if chat.tokenizer.chat_template else None
+    there = {name: getattr(manifest, f"{name}_fingerprint") for name in here}
+    wrong = [f"its {name} is {there[name]}, not {here[name]}" for name in here if there[name] != here[name]]
     return Finding(not wrong, "; ".join(wrong) or f"{len(subject.record)} sequences of {manifest.num_tokens:,} tokens")
 
 
@@ -57,7 +53,7 @@ def loss_mask(subject: Subject) -> Finding:
             faults.append(f"sequence {index} supervises no words")
         elif mask_T[1:].all() and is_talk:
             faults.append(f"sequence {index} supervises everything, also what was asked")
-    shown = " | ".join(str(subject.tokenizer.decode(run)) for run in supervised(*reader.text(0)))
+    shown = " | ".join(str(subject.chat.tokenizer.decode(run)) for run in supervised(*reader.text(0)))
     share = reader.manifest.num_supervised / reader.manifest.num_tokens
     told = f"{share:.0%} are supervised; of the first sequence: {' '.join(shown.split())[:SHOWN_LETTERS]}"
     return Finding(not faults, "; ".join(faults[:1]) or told)
@@ -79,9 +75,8 @@ def record_rows(subject: Subject) -> Finding:
 
 def draft_fits(subject: Subject) -> Finding:
     """The draft is this target's, and its file is whole."""
-    config = subject.draft.config
-    size = f"{draft_parameter_count(config):,} parameters, blocks of {config.block_size}"
-    return Finding(True, f"{size}, layers {list(config.target_layer_ids)}")
+    config, layers = subject.draft.config, list(subject.draft.config.target_layer_ids)
+    return Finding(True, f"{draft_parameter_count(config):,} parameters, {config.block_size} slots, layers {layers}")
 
 
 def slot_alignment(subject: Subject) -> Finding:
@@ -135,9 +130,9 @@ def export_round_trip(subject: Subject) -> Finding:
         extend(draft, context := ContextCache(draft), _taps(subject, ids_T[:-1]))
         proposals.append(propose(draft, context, int(ids_T[-1]), lambda logits_V: int(logits_V.argmax())))
     before, after = proposals
-    error, is_same = distance(after.logits_KV, before.logits_KV), torch.equal(after.ids_K, before.ids_K)
-    told = f"{before.ids_K.tolist()} before, {after.ids_K.tolist()} after, logits {error:.1g} of their norm away"
-    return Finding(is_same and error <= subject.tolerance, told)
+    is_close, told = close(subject, after.logits_KV, before.logits_KV, "logits")
+    same = torch.equal(after.ids_K, before.ids_K)
+    return Finding(is_close and same, f"{before.ids_K.tolist()} before, {after.ids_K.tolist()} after; {told}")
 
 
 def parity(subject: Subject) -> Finding:
@@ -156,7 +151,7 @@ def parity(subject: Subject) -> Finding:
 
 def prompts_of(subject: Subject) -> list[Tensor]:
     """The first held-out prompts; where the target has no template, the sample."""
-    asked = load_task("heldout", NUM_PROMPTS) if subject.tokenizer.chat_template else ()
+    asked = load_task("heldout", NUM_PROMPTS) if subject.chat.tokenizer.chat_template else ()
     return [encode_prompt(subject.chat, each) for each in asked] or [subject.ids_T]
 
 

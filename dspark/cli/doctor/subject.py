@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from packaging.requirements import Requirement
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from dspark.cli.identity import check_pair
 from dspark.config import read_yaml
@@ -23,10 +22,10 @@ from dspark.errors import RecordError
 from dspark.export import read_draft
 from dspark.model_folder import Checkpoint
 from dspark.provenance import versions as installed_versions
-from dspark.record.checking import STATES_TOLERANCE
+from dspark.record.checking import STATES_TOLERANCE, distance
 from dspark.record.format import read_manifest
 from dspark.record.reader import RecordReader
-from dspark.record.writer import check_room, missing_shards
+from dspark.record.writer import check_room
 from dspark.target.config import LING_ARCHITECTURE
 from dspark.target.loading import TargetFacts, load_target, target_facts, target_fingerprint
 from dspark.target.tokenizer import load_tokenizer
@@ -35,7 +34,6 @@ from dspark.verifier.plan import check_device, free_bytes
 
 WORDS = read_yaml(Path(__file__).with_name("words.yaml"), "the doctor's words")
 LEAST_BYTES = 1e9
-"""Of free disk, beside what a record still needs: checkpoints, reports."""
 
 
 class Finding(NamedTuple):
@@ -67,11 +65,6 @@ class Subject:
                 return read_manifest(self.record_folder).torch_dtype
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
-    @property
-    def tolerance(self) -> float:
-        """How far states of the target may lie apart that are summed in another order, of their norm."""
-        return STATES_TOLERANCE[self.dtype]
-
     @cached_property
     def facts(self) -> TargetFacts:
         return target_facts(self.folder)
@@ -87,13 +80,9 @@ class Subject:
         return self.checkpoint.num_parameters * self.dtype.itemsize
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        assert self.checkpoint  # a folder without weights need not have one
-        return load_tokenizer(self.folder)
-
-    @property
     def chat(self) -> ChatFormat:
-        return ChatFormat(self.tokenizer, self.facts.stop_token_ids)
+        assert self.checkpoint  # a folder without weights need not have a tokenizer
+        return ChatFormat(load_tokenizer(self.folder), self.facts.stop_token_ids)
 
     @property
     def ids_T(self) -> Tensor:
@@ -115,7 +104,7 @@ class Subject:
     def record(self) -> RecordReader:
         if self.record_folder is None:
             raise NotApplicable("no --record was given")
-        return RecordReader(self.record_folder, is_whole=False)
+        return RecordReader(self.record_folder)
 
     @cached_property
     def draft(self) -> DraftModel:
@@ -124,6 +113,12 @@ class Subject:
         tables = (self.target.embedding_VD, self.target.head_VD)
         check_pair(self.draft_folder, self.facts, target_fingerprint(self.folder))
         return read_draft(self.draft_folder, tables, dtype=self.dtype, device=self.device)
+
+
+def close(subject: Subject, found: Tensor, expected: Tensor, what: str) -> Finding:
+    """Whether states are the same but for the order in which they were summed."""
+    error = distance(found, expected)
+    return Finding(error <= STATES_TOLERANCE[subject.dtype], f"{what} lie {error:.1g} of their norm away")
 
 
 def versions(subject: Subject) -> Finding:
@@ -135,23 +130,19 @@ def versions(subject: Subject) -> Finding:
 
 
 def gpus(subject: Subject) -> Finding:
-    """The verifier's kernels were made for these GPUs."""
+    """The verifier's kernels were made for these GPUs, and ranks can exchange: by NCCL, each GPU sees the others'
+    memory. Nothing is sent.
+    """
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     if not devices:
         raise NotApplicable("torch finds no GPU: all runs on the CPU")
     for device in devices if subject.facts.architecture == LING_ARCHITECTURE else ():
         check_device(device)
-    return Finding(True, ", ".join(map(torch.cuda.get_device_name, devices)))
-
-
-def nccl(subject: Subject) -> Finding:
-    """Ranks can exchange: NCCL is there, and every GPU sees the others' memory. Nothing is sent."""
-    pairs = [*permutations(range(torch.cuda.device_count()), 2)]
-    if not pairs:
-        raise NotApplicable("fewer than two GPUs: nothing is exchanged")
-    blind = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    has_nccl = torch.distributed.is_nccl_available()
-    return Finding(has_nccl and not blind, f"NCCL is {'' if has_nccl else 'not '}there; GPUs that are apart: {blind}")
+    apart = [
+        f"{pair} are not joined" for pair in permutations(devices, 2) if not torch.cuda.can_device_access_peer(*pair)
+    ]
+    faults = apart if torch.distributed.is_nccl_available() else ["torch has no NCCL"]
+    return Finding(not faults, "; ".join(faults[:1]) or ", ".join(map(torch.cuda.get_device_name, devices)))
 
 
 def memory(subject: Subject) -> Finding:
@@ -163,10 +154,7 @@ def memory(subject: Subject) -> Finding:
 
 
 def disk(subject: Subject) -> Finding:
-    """What is still to be written fits on the disk."""
-    folder, needed = subject.record_folder or Path(), LEAST_BYTES
-    with suppress(RecordError):
-        manifest = read_manifest(folder)
-        needed += sum(map(manifest.shard_bytes, missing_shards(folder, manifest) or ()))
-    check_room(folder, needed, "needs about")
-    return Finding(True, f"{needed / 1e9:.1f} GB wanted at {folder}, {disk_usage(folder).free / 1e9:.1f} free")
+    """There is room for checkpoints and reports. What a record takes, dspark plan and dspark record say."""
+    folder = subject.record_folder or Path()
+    check_room(folder, LEAST_BYTES, "needs at least")
+    return Finding(True, f"{disk_usage(folder).free / 1e9:.1f} GB are free at {folder.absolute()}")

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dspark.cli.doctor.subject import WORDS, Finding, NotApplicable, Subject
+from dspark.cli.doctor.subject import WORDS, Finding, NotApplicable, Subject, close
 from dspark.data.chat import encode_conversation, encode_text
 from dspark.data.conversations import Conversation
 from dspark.kernels.router.reference import route
-from dspark.record.checking import distance
 from dspark.target.config import LING_ARCHITECTURE, load_target_config
 from dspark.target.experts import MixtureOfExperts
 from dspark.target.loading import load_tables
@@ -68,27 +67,27 @@ def swiglu_limits(subject: Subject) -> Finding:
     """Where config.json limits a SwiGLU, the layer does, by a formula of our own and on inputs that meet every limit.
     Source: specs/ling-3.0.md 6.4 (P1: left out, they cost 17 points of HumanEval).
     """
-    model, errors = _ling(subject), dict[int, float]()
+    model, layers, pairs = _ling(subject), list[int](), list[tuple[Tensor, Tensor]]()
     x_1D = torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(0)).to(model.head_VD) * LARGE
     for index, mlp in _mixtures(model).items():
         limits = model.config.routed_limit(index), model.config.shared_limit(index)
         if any(limits):
-            errors[index] = distance(mlp(x_1D)[0][0], _mixture(mlp, x_1D, *limits))
-    if not errors:
+            layers.append(index)
+            pairs.append((mlp(x_1D)[0][0], _mixture(mlp, x_1D[0], *(limit or torch.inf for limit in limits))))
+    if not layers:
         raise NotApplicable("config.json limits no layer")
-    wrong = [index for index, error in errors.items() if not error <= subject.tolerance]
-    return Finding(not wrong, f"layers {wrong} do not keep them" if wrong else f"layers {list(errors)} keep them")
+    found, expected = map(torch.stack, zip(*pairs, strict=True))
+    return close(subject, found, expected, f"outputs of the limited layers {layers}")
 
 
-def _mixture(mlp: MixtureOfExperts, x_1D: Tensor, routed_limit: float | None, shared_limit: float | None) -> Tensor:
-    """What the block has to say about one row, [D]."""
-    (ids_1K, weights_1K), experts, shared = mlp.gate(x_1D), mlp.experts, mlp.shared_experts
-    parts = [(experts.gate_up_proj[e], experts.down_proj[e], routed_limit) for e in ids_1K[0]]
+def _mixture(mlp: MixtureOfExperts, x_D: Tensor, routed_limit: float, shared_limit: float) -> Tensor:
+    """What the block has to say about one row."""
+    (ids_1K, weights_1K), shared, sum_D = mlp.gate(x_D[None]), mlp.shared_experts, torch.zeros_like(x_D)
+    parts = [(mlp.experts.gate_up_proj[e], mlp.experts.down_proj[e], routed_limit) for e in ids_1K[0]]
     parts.append((torch.cat((shared.gate_proj.weight, shared.up_proj.weight)), shared.down_proj.weight, shared_limit))
-    sum_D = torch.zeros_like(x_1D[0], dtype=torch.float64)
     for weight, (in_ID, out_DI, limit) in zip([*weights_1K[0], 1.0], parts, strict=True):
-        (gate_I, up_I), bound = (in_ID.double() @ x_1D[0].double()).chunk(2), limit or torch.inf
-        sum_D += weight * (out_DI.double() @ (functional.silu(gate_I).clamp(max=bound) * up_I.clamp(-bound, bound)))
+        gate_I, up_I = (in_ID @ x_D).chunk(2)
+        sum_D += weight * (out_DI @ (functional.silu(gate_I).clamp(max=limit) * up_I.clamp(-limit, limit)))
     return sum_D
 
 
@@ -106,8 +105,8 @@ def head(subject: Subject) -> Finding:
     output, ((given_ND, _),) = _hear(subject, [model.model.norm])
     weight_D = subject.checkpoint.get("model.norm.weight").to(given_ND)
     normed_ND = functional.rms_norm(given_ND, weight_D.shape, weight_D, model.config.rms_norm_eps)
-    error = distance(model.logits(output.last_hidden_ND), normed_ND @ load_tables(subject.folder)[1].to(given_ND).T)
-    return Finding(error <= subject.tolerance, f"head x last hidden lies {error:.1g} of its norm from the logits")
+    expected_NV = normed_ND @ load_tables(subject.folder)[1].to(given_ND).T
+    return close(subject, model.logits(output.last_hidden_ND), expected_NV, "logits and head x last hidden")
 
 
 def router_ties(subject: Subject) -> Finding:
@@ -133,8 +132,7 @@ def decode_equals_prefill(subject: Subject) -> Finding:
     for new_id in ids_T[-NUM_DECODED:]:
         said.append(target.verify(new_id.view(1, 1), cache).last_hidden_ND)
         target.commit(cache, torch.ones(1, dtype=torch.int64))
-    error = distance(torch.cat(said), whole_TD[-NUM_DECODED:])
-    return Finding(error <= subject.tolerance, f"{NUM_DECODED} states lie {error:.1g} of their norm from prefill's")
+    return close(subject, torch.cat(said), whole_TD[-NUM_DECODED:], f"{NUM_DECODED} decoded states")
 
 
 def rollback(subject: Subject) -> Finding:
@@ -145,14 +143,8 @@ def rollback(subject: Subject) -> Finding:
     target.verify(torch.where(counts_B[:-1] < counts_B[:, None], ids_B[:-1], ids_T[:NUM_DECODED]), cache)
     target.commit(cache, counts_B)
     said_BD = target.verify(ids_B[:, None], cache).last_hidden_ND
-    pairs = zip(said_BD, target.prefill([ids_T])[1].last_hidden_ND[len(before_T) :], strict=True)
-    wrong = [count for count, pair in enumerate(pairs) if not distance(*pair) <= subject.tolerance]
-    told = (
-        f"with {wrong} kept it goes on otherwise"
-        if wrong
-        else "whatever is kept, it goes on as if it had read just that"
-    )
-    return Finding(not wrong, f"of {NUM_DECODED} tokens: {told}")
+    whole_BD = target.prefill([ids_T])[1].last_hidden_ND[len(before_T) :]
+    return close(subject, said_BD, whole_BD, f"states after 0 to {NUM_DECODED} of {NUM_DECODED} tokens were kept")
 
 
 def _hear(subject: Subject, modules: Sequence[Any], *layers: int) -> tuple[TargetOutput, list[Any]]:
