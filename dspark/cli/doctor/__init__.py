@@ -5,7 +5,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -19,8 +18,7 @@ from dspark.cli.terminal import DEFAULT_DEVICE, Device
 from dspark.errors import DsparkError
 from dspark.target.loading import locate_target
 
-Check = Callable[[Subject], Finding]
-CHECKS: list[Check] = [
+CHECKS: list[Callable[[Subject], Finding]] = [
     *(of_machine.versions, of_machine.gpus, of_machine.disk, of_target.census, of_machine.memory),
     *(of_target.template, of_target.swiglu_limits, of_target.taps, of_target.head, of_target.router_ties),
     *(of_target.decode_equals_prefill, of_target.rollback),
@@ -49,8 +47,7 @@ def doctor(
     raise typer.Exit(int(False in states))
 
 
-@torch.no_grad()
-def look(check: Check, subject: Subject) -> Finding:
+def look(check: Callable[[Subject], Finding], subject: Subject) -> Finding:
     """What a check finds. An error of ours fails the check that meets it first; any other error goes through."""
     try:
         return check(subject)

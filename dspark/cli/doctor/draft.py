@@ -10,7 +10,7 @@ from torch import Tensor
 from dspark.cli.doctor.subject import Finding, NotApplicable, Subject, close
 from dspark.cli.doctor.target import supervised
 from dspark.cli.identity import fields_of
-from dspark.data.chat import Encoded, encode_prompt
+from dspark.data.chat import Encoded
 from dspark.decode.generation import DraftSpeaker
 from dspark.decode.sampling import Sampling
 from dspark.decode.teacher_forced import estimate, round_starts
@@ -18,26 +18,25 @@ from dspark.draft.anchors import slot_positions
 from dspark.draft.proposal import ContextCache, extend, propose
 from dspark.eval.measure import decode_prompts
 from dspark.eval.statistics import decoding_gap
-from dspark.eval.tasks import load_task
+from dspark.eval.tasks import load_prompts
 from dspark.export import draft_parameter_count, read_draft, write_draft
 from dspark.record.checking import check_shards
 from dspark.target.loading import target_fingerprint
-from dspark.target.tokenizer import template_fingerprint, tokenizer_fingerprint
+from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
 
 NUM_SEQUENCES, SHOWN_LETTERS = 200, 300
 """Sequences whose masks are looked at, evenly spread; and how much of the first one's is shown."""
 NUM_PROMPTS, GREEDY_TOKENS = 4, 32
-LEARNED_NATS = 0.5
-"""By so much a draft must be better than chance before its slots can be told apart."""
-PARITY = 0.05
-"""By so much of the decoded length teacher forcing may be off: rounding turns near ties."""
+LEARNED_NATS, PARITY = 0.5, 0.05
+"""By so much a draft must be better than chance before its slots can be told apart; and by so much of the decoded
+length teacher forcing may be off, for rounding turns near ties."""
 
 
 def record_origin(subject: Subject) -> Finding:
     """The record is whole, and of this target, its tokenizer and its template."""
-    folder, manifest, chat = subject.folder, subject.record.manifest, subject.chat
-    here = {"target": target_fingerprint(folder), "tokenizer": tokenizer_fingerprint(folder)}
-    here["template"] = template_fingerprint(chat.tokenizer) if chat.tokenizer.chat_template else None
+    folder, manifest = subject.folder, subject.record.manifest
+    template = template_fingerprint(load_tokenizer(folder)) if subject.chat.tokenizer.chat_template else None
+    here = {"target": target_fingerprint(folder), "tokenizer": tokenizer_fingerprint(folder), "template": template}
     there = {name: getattr(manifest, f"{name}_fingerprint") for name in here}
     wrong = [f"its {name} is {there[name]}, not {here[name]}" for name in here if there[name] != here[name]]
     return Finding(not wrong, "; ".join(wrong) or f"{len(subject.record)} sequences of {manifest.num_tokens:,} tokens")
@@ -54,8 +53,7 @@ def loss_mask(subject: Subject) -> Finding:
         elif mask_T[1:].all() and is_talk:
             faults.append(f"sequence {index} supervises everything, also what was asked")
     shown = " | ".join(str(subject.chat.tokenizer.decode(run)) for run in supervised(*reader.text(0)))
-    share = reader.manifest.num_supervised / reader.manifest.num_tokens
-    told = f"{share:.0%} are supervised; of the first sequence: {' '.join(shown.split())[:SHOWN_LETTERS]}"
+    told = f"supervised in the first of {len(reader)} sequences: {' '.join(shown.split())[:SHOWN_LETTERS]}"
     return Finding(not faults, "; ".join(faults[:1]) or told)
 
 
@@ -68,15 +66,13 @@ def record_rows(subject: Subject) -> Finding:
     found = [*check_shards(reader, lambda: None, subject.tapping(reader.manifest.target_layer_ids), texts, shards)]
     faults = [f"shard {each.index}: {each.fault}" for each in found if each.fault]
     farthest = max(each.states_error or 0.0 for each in found)
-    return Finding(
-        not faults, "; ".join(faults) or f"shards {shards}: states lie {farthest:.1g} of their norm from now's"
-    )
+    return Finding(not faults, "; ".join(faults) or f"shards {shards}: states lie {farthest:.1g} of their norm away")
 
 
 def draft_fits(subject: Subject) -> Finding:
     """The draft is this target's, and its file is whole."""
-    config, layers = subject.draft.config, list(subject.draft.config.target_layer_ids)
-    return Finding(True, f"{draft_parameter_count(config):,} parameters, {config.block_size} slots, layers {layers}")
+    config = subject.draft.config
+    return Finding(True, f"{draft_parameter_count(config):,} parameters, layers {list(config.target_layer_ids)}")
 
 
 def slot_alignment(subject: Subject) -> Finding:
@@ -112,9 +108,7 @@ def leaks(subject: Subject) -> Finding:
 
     whole, blind = said(rows_T >= 0, ids_T), said(rows_T != anchor - 1, ids_T)
     past = said((rows_T >= half) & (rows_T < anchor), torch.where(is_own_T, ids_T, ids_T.flip(0)))
-    faults = (
-        [] if all(map(torch.equal, whole, past)) else ["a block changes with what is behind its anchor or elsewhere"]
-    )
+    faults = [] if all(map(torch.equal, whole, past)) else ["a block reads what lies behind its anchor, or elsewhere"]
     faults += ["a block does not read the state right before its anchor"] if torch.equal(whole[0], blind[0]) else []
     return Finding(not faults, "; ".join(faults) or "with another text before it, a block sees its own past alone")
 
@@ -125,14 +119,12 @@ def export_round_trip(subject: Subject) -> Finding:
     with TemporaryDirectory() as place:
         write_draft(subject.draft, Path(place) / "draft", fields_of(subject.facts, num_anchors=1))
         again = read_draft(Path(place) / "draft", tables, dtype=subject.dtype, device=subject.device)
-    proposals = []
+    said = []
     for draft in (subject.draft, again):
         extend(draft, context := ContextCache(draft), _taps(subject, ids_T[:-1]))
-        proposals.append(propose(draft, context, int(ids_T[-1]), lambda logits_V: int(logits_V.argmax())))
-    before, after = proposals
-    is_close, told = close(subject, after.logits_KV, before.logits_KV, "logits")
-    same = torch.equal(after.ids_K, before.ids_K)
-    return Finding(is_close and same, f"{before.ids_K.tolist()} before, {after.ids_K.tolist()} after; {told}")
+        said.append(propose(draft, context, int(ids_T[-1]), lambda logits_V: int(logits_V.argmax())))
+    before, after = said  # each slot's logits follow from the id before it, so where they are alike the ids are
+    return close(subject, after.logits_KV, before.logits_KV, f"before and after, the logits of {before.ids_K.tolist()}")
 
 
 def parity(subject: Subject) -> Finding:
@@ -151,8 +143,8 @@ def parity(subject: Subject) -> Finding:
 
 def prompts_of(subject: Subject) -> list[Tensor]:
     """The first held-out prompts; where the target has no template, the sample."""
-    asked = load_task("heldout", NUM_PROMPTS) if subject.chat.tokenizer.chat_template else ()
-    return [encode_prompt(subject.chat, each) for each in asked] or [subject.ids_T]
+    has_template = bool(subject.chat.tokenizer.chat_template)
+    return [*load_prompts("heldout", subject.chat, NUM_PROMPTS).ids] if has_template else [subject.ids_T]
 
 
 def _taps(subject: Subject, ids_T: Tensor, *borders: int) -> Tensor:

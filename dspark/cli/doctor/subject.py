@@ -1,12 +1,11 @@
 """What is looked at: a target, its record and its draft, each loaded when it is asked for; and the machine's checks."""
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import requires, version
 from itertools import permutations
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +54,7 @@ class Subject:
     record_folder: Path | None
     draft_folder: Path | None
     device: str
-    told: set[str] = field(default_factory=set)
+    told: frozenset[str] = frozenset()
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -75,10 +74,6 @@ class Subject:
             raise NotApplicable("no weights are here, in files of safetensors")
         return Checkpoint(self.folder)
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.checkpoint.num_parameters * self.dtype.itemsize
-
     @cached_property
     def chat(self) -> ChatFormat:
         assert self.checkpoint  # a folder without weights need not have a tokenizer
@@ -91,8 +86,8 @@ class Subject:
 
     @cached_property
     def target(self) -> Target[Any]:
-        if self.weight_bytes > free_bytes(self.device):
-            raise NotApplicable(f"{self.weight_bytes / 1e9:.1f} GB of weights do not fit into {self.device}")
+        if self.checkpoint.num_parameters * self.dtype.itemsize > free_bytes(self.device):
+            raise NotApplicable(f"the weights, in {self.dtype}, do not fit into the memory of {self.device}")
         return load_target(self.folder, dtype=self.dtype, device=self.device)
 
     def tapping(self, target_layer_ids: tuple[int, ...]) -> Target[Any]:
@@ -124,8 +119,7 @@ def close(subject: Subject, found: Tensor, expected: Tensor, what: str) -> Findi
 def versions(subject: Subject) -> Finding:
     """The packages are those that the project is made for."""
     needed = [each for each in map(Requirement, requires("dspark") or ()) if not each.marker or each.marker.evaluate()]
-    wrong = [f"{version(each.name)} is here, {each} is needed" for each in needed
-             if not each.specifier.contains(version(each.name), prereleases=True)]  # fmt: skip
+    wrong = [f"{each}: found {version(each.name)}" for each in needed if version(each.name) not in each.specifier]
     return Finding(not wrong, "; ".join(wrong) or ", ".join(map(" ".join, installed_versions().items())))
 
 
@@ -138,9 +132,7 @@ def gpus(subject: Subject) -> Finding:
         raise NotApplicable("torch finds no GPU: all runs on the CPU")
     for device in devices if subject.facts.architecture == LING_ARCHITECTURE else ():
         check_device(device)
-    apart = [
-        f"{pair} are not joined" for pair in permutations(devices, 2) if not torch.cuda.can_device_access_peer(*pair)
-    ]
+    apart = [f"{pair} are apart" for pair in permutations(devices, 2) if not torch.cuda.can_device_access_peer(*pair)]
     faults = apart if torch.distributed.is_nccl_available() else ["torch has no NCCL"]
     return Finding(not faults, "; ".join(faults[:1]) or ", ".join(map(torch.cuda.get_device_name, devices)))
 
@@ -148,13 +140,12 @@ def gpus(subject: Subject) -> Finding:
 def memory(subject: Subject) -> Finding:
     """The target's weights fit: into one device, or in parts into all GPUs."""
     ranks = torch.cuda.device_count() if subject.device == "cuda" else 1
-    needed, room = subject.weight_bytes / ranks, free_bytes(subject.device)
+    needed, room = subject.checkpoint.num_parameters * subject.dtype.itemsize / ranks, free_bytes(subject.device)
     share = f"{needed / 1e9:.2f} GB of weights in {subject.dtype} on {ranks} x {subject.device}"
     return Finding(needed <= room, f"{share}, which has {room / 1e9:.2f} GB")
 
 
 def disk(subject: Subject) -> Finding:
     """There is room for checkpoints and reports. What a record takes, dspark plan and dspark record say."""
-    folder = subject.record_folder or Path()
-    check_room(folder, LEAST_BYTES, "needs at least")
-    return Finding(True, f"{disk_usage(folder).free / 1e9:.1f} GB are free at {folder.absolute()}")
+    check_room(folder := (subject.record_folder or Path()).absolute(), LEAST_BYTES, "needs at least")
+    return Finding(True, f"{LEAST_BYTES / 1e9:.0f} GB and more are free at {folder}")

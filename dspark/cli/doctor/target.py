@@ -1,6 +1,5 @@
 """Checks of a target: its tensors, its template, and that it computes what its config.json says, read or decoded."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from dspark.target.loading import load_tables
 from dspark.target.model import LingModel, tensor_shapes
 from dspark.types import TargetOutput
 
-NUM_DECODED = 6
-LARGE = 64.0
-"""Inputs so large that every limit of a SwiGLU is met."""
+NUM_DECODED, LARGE = 6, 64.0
+"""Tokens behind a text; and inputs that meet every limit of a SwiGLU."""
 NEAR_TIE, BFLOAT16_STEP = 1e-5, 2**-8
 """Scores closer than this may change places by rounding: in float32, and in a router that is rounded to bfloat16."""
 
@@ -67,27 +65,25 @@ def swiglu_limits(subject: Subject) -> Finding:
     """Where config.json limits a SwiGLU, the layer does, by a formula of our own and on inputs that meet every limit.
     Source: specs/ling-3.0.md 6.4 (P1: left out, they cost 17 points of HumanEval).
     """
-    model, layers, pairs = _ling(subject), list[int](), list[tuple[Tensor, Tensor]]()
+    model, pairs = _ling(subject), dict[int, tuple[Tensor, Tensor]]()
     x_1D = torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(0)).to(model.head_VD) * LARGE
     for index, mlp in _mixtures(model).items():
-        limits = model.config.routed_limit(index), model.config.shared_limit(index)
-        if any(limits):
-            layers.append(index)
-            pairs.append((mlp(x_1D)[0][0], _mixture(mlp, x_1D[0], *(limit or torch.inf for limit in limits))))
-    if not layers:
+        if any(limits := (model.config.routed_limit(index), model.config.shared_limit(index))):
+            pairs[index] = mlp(x_1D)[0][0], _mixture(mlp, x_1D[0], limits)
+    if not pairs:
         raise NotApplicable("config.json limits no layer")
-    found, expected = map(torch.stack, zip(*pairs, strict=True))
-    return close(subject, found, expected, f"outputs of the limited layers {layers}")
+    found, expected = map(torch.stack, zip(*pairs.values(), strict=True))
+    return close(subject, found, expected, f"outputs of the limited layers {list(pairs)}")
 
 
-def _mixture(mlp: MixtureOfExperts, x_D: Tensor, routed_limit: float, shared_limit: float) -> Tensor:
-    """What the block has to say about one row."""
+def _mixture(mlp: MixtureOfExperts, x_D: Tensor, limits: tuple[float | None, float | None]) -> Tensor:
+    """What the block has to say about one row; ``limits`` of its routed experts and of the shared one."""
     (ids_1K, weights_1K), shared, sum_D = mlp.gate(x_D[None]), mlp.shared_experts, torch.zeros_like(x_D)
-    parts = [(mlp.experts.gate_up_proj[e], mlp.experts.down_proj[e], routed_limit) for e in ids_1K[0]]
-    parts.append((torch.cat((shared.gate_proj.weight, shared.up_proj.weight)), shared.down_proj.weight, shared_limit))
+    parts = [(mlp.experts.gate_up_proj[e], mlp.experts.down_proj[e], limits[0]) for e in ids_1K[0]]
+    parts.append((torch.cat((shared.gate_proj.weight, shared.up_proj.weight)), shared.down_proj.weight, limits[1]))
     for weight, (in_ID, out_DI, limit) in zip([*weights_1K[0], 1.0], parts, strict=True):
-        gate_I, up_I = (in_ID @ x_D).chunk(2)
-        sum_D += weight * (out_DI @ (functional.silu(gate_I).clamp(max=limit) * up_I.clamp(-limit, limit)))
+        (gate_I, up_I), bound = (in_ID @ x_D).chunk(2), limit or torch.inf
+        sum_D += weight * (out_DI @ (functional.silu(gate_I).clamp(max=bound) * up_I.clamp(-bound, bound)))
     return sum_D
 
 
@@ -147,7 +143,7 @@ def rollback(subject: Subject) -> Finding:
     return close(subject, said_BD, whole_BD, f"states after 0 to {NUM_DECODED} of {NUM_DECODED} tokens were kept")
 
 
-def _hear(subject: Subject, modules: Sequence[Any], *layers: int) -> tuple[TargetOutput, list[Any]]:
+def _hear(subject: Subject, modules: list[Any], *layers: int) -> tuple[TargetOutput, list[Any]]:
     """The target's output over the sample, and of each of some modules, in their order, what it was given and said."""
     heard: list[Any] = []
     hooks = [each.register_forward_hook(lambda _, given, said: heard.append((given[0], said))) for each in modules]
