@@ -1,41 +1,48 @@
 """dspark doctor: a healthy target, record and draft pass, and every check is turned red by a fault of its own kind."""
 
+import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from evaluating import write_tiny_draft
 from recorded import record
-from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
+from tiny import STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling, write_tiny_qwen3
 from torch import Tensor
+from typer.testing import CliRunner
 
 from dspark.cli.doctor import CHECKS, Subject, look
 from dspark.cli.doctor import draft as of_draft
 from dspark.cli.doctor import subject as of_machine
+from dspark.cli.doctor import target as of_target
 from dspark.cli.doctor.subject import WORDS
-from dspark.data.chat import Encoded, encode_conversation
+from dspark.cli.main import app
+from dspark.data.chat import ChatFormat, Encoded, encode_conversation
 from dspark.data.conversations import Conversation
 from dspark.decode import generation, round
 from dspark.decode.sampling import Sampling
 from dspark.draft import backbone
 from dspark.draft.proposal import propose
 from dspark.export import FolderFields, read_draft, write_draft
+from dspark.kernels.router.reference import route
 from dspark.record import writer
 from dspark.target.cache import LingCache
+from dspark.target.experts import Router
 from dspark.target.loading import load_tables, load_target, target_fingerprint
 from dspark.target.model import LingModel
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
 
 NAMES = [check.__name__ for check in CHECKS]
 TAPS = (1, 3, 4)
+ROOT = Path(__file__).parents[2]
+SAMPLE = WORDS["sample"]
 
 
 Fault = Callable[["Patient", pytest.MonkeyPatch, Path], Subject]
@@ -48,10 +55,12 @@ class Patient(NamedTuple):
     subject: Subject
 
 
-@contextmanager
-def small() -> Iterator[None]:
-    """Few words are enough to tell right from wrong."""
-    with mock.patch.multiple(of_draft, NUM_PROMPTS=2, GREEDY_TOKENS=12):
+@pytest.fixture(scope="module", autouse=True)
+def _few_words() -> Iterator[None]:
+    """They are enough to tell right from wrong."""
+    sample = "".join(SAMPLE.splitlines(keepends=True)[1:4])
+    less = mock.patch.multiple(of_draft, NUM_PROMPTS=1, GREEDY_TOKENS=12)
+    with mock.patch.dict(WORDS, sample=sample), less, mock.patch.object(of_target, "NUM_DECODED", 4):
         yield
 
 
@@ -101,22 +110,24 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Patient:
 
 
 def found_red(subject: Subject) -> dict[str, str]:
-    with small():
-        findings = {check.__name__: look(check, subject) for check in CHECKS}
+    findings = {check.__name__: look(check, subject) for check in CHECKS}
     return {name: finding.found for name, finding in findings.items() if finding.is_right is False}
 
 
 def test_a_healthy_target_record_and_draft_pass_everything(healthy: Patient) -> None:
-    with small():
-        findings = {check.__name__: look(check, healthy.subject) for check in CHECKS}
+    findings = {check.__name__: look(check, healthy.subject) for check in CHECKS}
     assert {name for name, finding in findings.items() if finding.is_right is None} <= {"gpus"}
     assert not [name for name, finding in findings.items() if finding.is_right is False], findings
 
 
 def fresh(healthy: Patient, **folders: Path | None) -> Subject:
-    """The healthy one with other folders, nothing loaded."""
-    given = {"record_folder": healthy.place / "record", "draft_folder": healthy.place / "draft"} | folders
-    return Subject(**{"folder": healthy.place / "target", "device": "cpu"} | given)  # type: ignore[arg-type]
+    """The healthy one with other folders, of which nothing is loaded; its own target is."""
+    own = {"folder": healthy.place / "target", "record_folder": healthy.place / "record"}
+    own |= {"draft_folder": healthy.place / "draft"}
+    subject = Subject(**own | folders, device="cpu")  # type: ignore[arg-type]
+    if "folder" not in folders:
+        subject.target = healthy.subject.target
+    return subject
 
 
 def copied(healthy: Patient, tmp_path: Path, name: str) -> Path:
@@ -164,7 +175,9 @@ def wrong_width(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def small_machine(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
     patch.setattr(of_machine, "free_bytes", lambda device: 1000)
-    return fresh(healthy)
+    subject = fresh(healthy)
+    del subject.target
+    return subject
 
 
 def full_disk(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
@@ -180,7 +193,7 @@ def other_template(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def dropped_limit(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
     subject = fresh(healthy, record_folder=None)
-    subject.target.model.layers[5].mlp.limit = None
+    patch.setattr(subject.target.model.layers[5].mlp, "limit", None)
     return subject
 
 
@@ -201,17 +214,17 @@ def shifted_taps(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def no_final_norm(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
     subject = fresh(healthy, record_folder=None)
-    subject.target.model.norm.forward = lambda hidden: hidden
+    patch.setattr(subject.target.model.norm, "forward", lambda hidden: hidden)
     return subject
 
 
 def coarse_router(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
-    subject = fresh(healthy, record_folder=None)
-    for layer in subject.target.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            gate = layer.mlp.gate
-            gate.forward = partial(lambda right, x_ND: right(x_ND.bfloat16().float()), gate.forward)
-    return subject
+    def coarse(gate: Router, x_ND: Tensor) -> Any:
+        return route((x_ND.bfloat16() @ gate.weight.bfloat16().T).float(), gate.expert_bias, gate.law)
+
+    patch.setattr(Router, "forward", coarse)
+    patch.setitem(WORDS, "sample", SAMPLE)  # near ties are few
+    return fresh(healthy, record_folder=None, draft_folder=None)
 
 
 def forgetful_decoding(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
@@ -272,12 +285,12 @@ def leaking_anchor(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def lossy_export(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
-    def write_without_markov(draft: Any, *given: Any) -> None:
+    def write_without_context(draft: Any, *given: Any) -> None:
         other = deepcopy(draft)
-        other.markov_head.markov_w2.weight.zero_()
+        other.fc.weight.zero_()
         write_draft(other, *given)
 
-    patch.setattr(of_draft, "write_draft", write_without_markov)
+    patch.setattr(of_draft, "write_draft", write_without_context)
     return fresh(healthy)
 
 
@@ -322,3 +335,95 @@ def test_a_planted_fault_turns_its_own_check_red_and_no_other(
 
 def test_every_check_has_a_cure_and_a_fault() -> None:
     assert set(NAMES) == set(WORDS["cures"]) == set(FAULTS.values())
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *words, "--device", "cpu"], catch_exceptions=False)
+    return result.exit_code, " ".join(result.stdout.split())
+
+
+def test_it_prints_a_row_a_check_the_cure_of_what_fails_and_exits_with_1(healthy: Patient, tmp_path: Path) -> None:
+    code, text = run(str(healthy.place / "target"))
+    assert code == 0
+    assert f"{len(NAMES) - 9} pass, 0 fail, 9 not applicable" in text
+    assert "no --record was given" in text
+    folder = copied(healthy, tmp_path, "target")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    code, text = run(str(folder))
+    assert code == 1
+    assert "fail census" in text
+    assert "truncated or damaged" in text
+    assert "Cure: download the checkpoint again" in text
+    assert "1 fail" in text
+
+
+def test_a_folder_with_config_json_alone_is_counted_and_fails_nothing() -> None:
+    code, text = run(str(ROOT / "configs" / "targets" / "ling-3.0-flash"))
+    assert code == 0
+    assert "63,783 tensors, 127,486,405,600 parameters" in text
+
+
+def test_a_target_that_is_too_large_is_still_counted(healthy: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = small_machine(healthy, monkeypatch, healthy.place)
+    assert look(of_target.census, subject).is_right
+    assert look(of_target.rollback, subject) == (
+        None,
+        "the weights, in torch.float32, do not fit into the memory of cpu",
+    )
+
+
+def test_another_family_passes_what_applies_to_it(tmp_path: Path) -> None:
+    subject = Subject(write_tiny_qwen3(tmp_path / "target"), None, None, "cpu")
+    findings = {check.__name__: look(check, subject).is_right for check in CHECKS}
+    assert [name for name, is_right in findings.items() if is_right is False] == []
+    assert findings["census"]
+    assert findings["template"]
+    assert findings["decode_equals_prefill"]
+    assert findings["rollback"]
+    assert findings["head"] is None
+
+
+def test_an_error_that_is_not_ours_goes_through(healthy: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_machine, "check_room", mock.Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        look(of_machine.disk, fresh(healthy))
+
+
+def test_ids_of_the_real_tokenizer_are_asked_of_a_target_with_its_vocabulary(
+    healthy: Patient, ling_golden: dict[str, Any]
+) -> None:
+    golden, case = ling_golden["tokenizer_ids"], ling_golden["tokenizer_ids"]["rendered_no_thinking"]
+    assert WORDS["golden"]["ids"] == case["ids"]
+    assert WORDS["golden"]["text"] == case["text"]
+    subject = fresh(healthy)
+    tokenizer = PieceTokenizer(subject.chat.tokenizer, golden)
+    subject.facts = dataclasses.replace(subject.facts, vocab_size=157184)
+    subject.chat = ChatFormat(tokenizer, (156895,))  # type: ignore[arg-type]
+    assert look(of_target.template, subject).is_right
+    tokenizer.ids["HUMAN"] = [5468]
+    finding = look(of_target.template, subject)
+    assert finding.is_right is False
+    assert "are not Ling's ids" in finding.found
+
+
+class PieceTokenizer:
+    """The real tokenizer, as far as the golden file tells its ids."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, tokenizer: Any, golden: dict[str, Any]) -> None:
+        self.chat_template, self.apply_chat_template = tokenizer.chat_template, tokenizer.apply_chat_template
+        self.ids = {word: [token] for word, token in golden["special"].items()} | golden["pieces"]
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [token for word in self._words(text) for token in self.ids[word]]}
+
+    def decode(self, ids: list[int]) -> str:
+        words, text = {tuple(ids): word for word, ids in self.ids.items()}, ""
+        while ids:
+            size = next(size for size in range(len(ids), 0, -1) if tuple(ids[:size]) in words)
+            text, ids = text + words[tuple(ids[:size])], ids[size:]
+        return text
+
+    def _words(self, text: str) -> list[str]:
+        return re.findall("|".join(map(re.escape, self.ids)), text)
