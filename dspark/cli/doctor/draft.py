@@ -26,7 +26,7 @@ from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokeni
 
 NUM_SEQUENCES, SHOWN_LETTERS = 200, 300
 """Sequences whose masks are looked at, evenly spread; and how much of the first one's is shown."""
-NUM_PROMPTS, GREEDY_TOKENS = 4, 32
+NUM_PROMPTS, GREEDY_TOKENS, ANCHORS_APART = 4, 32, 8
 LEARNED_NATS, PARITY = 0.5, 0.05
 """By so much a draft must be better than chance before its slots can be told apart; and by so much of the decoded
 length teacher forcing may be off, for rounding turns near ties."""
@@ -81,7 +81,7 @@ def slot_alignment(subject: Subject) -> Finding:
     """
     draft, ids_T = subject.draft, subject.ids_T.to(subject.device)
     rows_T = torch.arange(len(ids_T), device=ids_T.device)
-    anchors_A = rows_T[len(ids_T) // 2 : -draft.config.block_size - 1]
+    anchors_A = rows_T[1 : -draft.config.block_size - 1 : ANCHORS_APART]
     said = draft(ids_T, rows_T, _taps(subject, ids_T), torch.zeros_like(anchors_A), anchors_A)
     logits_AKV = draft.base_logits(said.hidden_AKD) + draft.markov_head.markov_w2(said.mixed_AKR)
     labels_AK3 = ids_T[slot_positions(anchors_A, draft.config.block_size)[..., None] + rows_T[:3]]

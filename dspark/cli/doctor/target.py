@@ -40,11 +40,12 @@ def template(subject: Subject) -> Finding:
     golden, chat, facts = WORDS["golden"], subject.chat, subject.facts
     if not chat.tokenizer.chat_template:
         raise NotApplicable("the tokenizer has no chat template: only plain text can be recorded")
-    encoded = encode_conversation(chat, Conversation("doctor", 1, tuple(golden["messages"])))
+    is_ling = facts.architecture == LING_ARCHITECTURE
+    messages = golden["messages"] if is_ling else golden["messages"][:2]  # others drop what was thought before
+    encoded = encode_conversation(chat, Conversation("doctor", 1, tuple(messages)))
     ids, spans = encoded.ids_T.tolist(), supervised(encoded.ids_T, encoded.loss_mask_T)
     text, said = str(chat.tokenizer.decode(ids)), [str(chat.tokenizer.decode(span)) for span in spans]
-    answers = [encode_text(chat, each["content"]) for each in golden["messages"][1::2]]
-    is_ling = facts.architecture == LING_ARCHITECTURE
+    answers = [encode_text(chat, each["content"]) for each in messages[1::2]]
     faults = {
         "the tokenizer reads its own text otherwise": encode_text(chat, text) != ids,
         f"supervised are not the answers but {said}": [span[:-1] for span in spans] != answers,
