@@ -138,7 +138,7 @@ def parity(subject: Subject) -> Finding:
     if not any(each.anchors for each in forced):
         raise NotApplicable("every text ended within its first block")
     gap = decoding_gap(forced, [text.rounds for text in texts])
-    told = f"decoded {gap.decoded:.2f} tokens a round, teacher forcing expects {gap.forced:.2f} of the {gap.num_rounds}"
+    told = f"{gap.num_rounds} rounds: decoded {gap.decoded:.2f} tokens each, teacher forcing expects {gap.forced:.2f}"
     return Finding(abs(gap.difference) <= PARITY[subject.dtype] * gap.decoded, told)
 
 
