@@ -12,6 +12,7 @@ from dspark.cli.bench.train import train
 from dspark.cli.calibrate import calibrate
 from dspark.cli.chat import chat
 from dspark.cli.demo import demo
+from dspark.cli.doctor import doctor
 from dspark.cli.eval import evaluate
 from dspark.cli.export import export
 from dspark.cli.export.importing import import_draft
@@ -37,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in (demo, plan, prepare, record, evaluate, report, calibrate, chat, export, import_draft):
+for command in (demo, doctor, plan, prepare, record, evaluate, report, calibrate, chat, export, import_draft):
     name = command.__name__.replace("evaluate", "eval").removesuffix("_draft")
     app.command(name, epilog=as_typed(EXAMPLES[name]))(command)
 for measure in (verify, headline, train, bench_record):

@@ -1,6 +1,6 @@
 """A finished record: what its shards hold, and whether its target still says it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ FLOAT8_TOLERANCE = 5e-2
 LOGPROB_TOLERANCE = {torch.bfloat16: 0.2, torch.float32: 2e-3, torch.float64: 2e-3}
 """How far, in the mean, a label's log-probability and the distribution's entropy may lie from what the head says of
 the recorded state."""
+Texts = Sequence[Encoded] | Mapping[int, Encoded]
+"""The sequences of a record, or some of them, by their places in it."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ class ShardCheck:
 
 
 @torch.no_grad()
-def check_shards(reader: RecordReader, target: Reading | None, sequences: Sequence[Encoded]) -> Iterator[ShardCheck]:
-    """Read every sequence, and with it verify its checksum. Where a target is given, hold against it the text and what
-    it said of the first sequences of every shard, which it read together; ``sequences`` are in the record's order.
+def check_shards(
+    reader: RecordReader, target: Reading | None, sequences: Texts, shards: Sequence[int] | None = None
+) -> Iterator[ShardCheck]:
+    """Read every sequence of ``shards`` (None: all), and with it verify its checksum. Where a target is given, hold
+    against it the text and what it said of the first sequences of every shard, which it read together.
     """
-    for index in range(len(reader.manifest.shards)):
+    for index in range(len(reader.manifest.shards)) if shards is None else shards:
         try:
             logprobs, entropies = zip(*(_scores(reader.fields(place)) for place in reader.members(index)), strict=True)
             means = -float(torch.cat(logprobs).mean()), float(torch.cat(entropies).mean())
@@ -64,7 +68,7 @@ def _scores(fields: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return fields["label_logprobs_M"], fields["entropies_M"]
 
 
-def _derive(target: Reading, sequences: Sequence[Encoded], reader: RecordReader, index: int) -> float:
+def _derive(target: Reading, sequences: Texts, reader: RecordReader, index: int) -> float:
     """states_error of a shard's first sequences. Raises: RecordError for another text, or log-probabilities and
     entropies that the recorded states do not give.
     """
@@ -89,9 +93,10 @@ def _derive(target: Reading, sequences: Sequence[Encoded], reader: RecordReader,
         dtype = reader.manifest.torch_dtype
         taps = from_float8(taps, recorded["tap_scales_TL"], dtype)
         derived_NLD = from_float8(*to_float8(derived_NLD), dtype)
-    return max(_distance(taps, derived_NLD), _distance(recorded["last_hidden_MD"], derived_MD))
+    return max(distance(taps, derived_NLD), distance(recorded["last_hidden_MD"], derived_MD))
 
 
-def _distance(recorded: Tensor, derived: Tensor) -> float:
+def distance(recorded: Tensor, derived: Tensor) -> float:
+    """Of two tensors of one shape, of the second one's norm; NaN where one holds what is no number."""
     wide = derived.cpu().double()
-    return float((recorded.double() - wide).norm() / wide.norm().clamp(min=1e-30))
+    return float((recorded.cpu().double() - wide).norm() / wide.norm().clamp(min=1e-30))
