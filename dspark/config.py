@@ -1,7 +1,6 @@
 """The frozen description of a run and of a draft; load, override, save."""
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -42,8 +41,8 @@ def _check_values(**lists: tuple[Any, ...]) -> None:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    """Whether it is a number above 0, and not so large that no float has it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**63
 
 
 SCALED_ROPES: dict[str, tuple[str, ...]] = {
@@ -52,6 +51,8 @@ SCALED_ROPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Ways to stretch rotary frequencies, by their names in transformers, and the numbers that each must have."""
+ROPE_CHOICES = {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+"""Numbers that they may have."""
 IsNumber = BeforeValidator(_refuse_truth)
 PositiveInt = Annotated[int, Field(ge=1, lt=2**63), IsNumber]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), IsNumber]
@@ -173,8 +174,11 @@ class DraftConfig(Section):
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if (scaling := self.rope_scaling) is not None:
-            needed = SCALED_ROPES.get(str(scaling.get("rope_type")))
-            if needed is None or not all(is_positive(scaling.get(name)) for name in needed):
+            needed = SCALED_ROPES.get(str(scaling.get("rope_type")), ("a known rope_type",))
+            numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
+            if not set(needed) <= set(numbers) <= {*needed, *ROPE_CHOICES} or not all(
+                map(is_positive, numbers.values())
+            ):
                 known = "; ".join(f"{name} with {', '.join(names)}" for name, names in SCALED_ROPES.items())
                 raise ValueError(f"rope_scaling must be {known}, got {scaling}")
         return self

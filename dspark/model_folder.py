@@ -107,7 +107,7 @@ def _locate(folder: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         placed = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected a JSON object with a weight_map to files: {error!r}") from error
     for file in placed.values():
         if Path(file).name != file or not file.endswith(".safetensors"):

@@ -40,9 +40,9 @@ def config_json(config: DraftConfig, fields: FolderFields, runtime: Runtime = "h
     mask = config.mask_token_id
     if mask in (fields.eos_token_id, fields.pad_token_id):
         raise ConfigError(f"draft.mask_token_id {mask} is the target's end or padding token; choose another id")
-    for name, values in _LAYOUT["cannot"].get(runtime, {}).items():
-        if (value := getattr(config, name)) in values:
-            raise ConfigError(f"draft.{name}: {value!r} is not supported by {runtime}; export for another runtime")
+    for name in unsupported(config, runtime):
+        found = f"draft.{name}: {getattr(config, name)!r} is not supported by {runtime}"
+        raise ConfigError(f"{found}; export for another runtime")
     own = {
         # vLLM may not know the Ling tag yet, and DeepSpec does not.
         "architectures": ["Qwen3DSparkModel" if runtime in ("vllm", "deepspec") else fields.architecture],
@@ -53,6 +53,11 @@ def config_json(config: DraftConfig, fields: FolderFields, runtime: Runtime = "h
     del others["architecture"]
     tree = {**_LAYOUT["written"], **own, **others, **config.model_dump(mode="json", exclude={"rope_scaling"})}
     return speculators_json(tree, target) if runtime == "speculators" else tree
+
+
+def unsupported(config: DraftConfig, runtime: Runtime) -> list[str]:
+    """The fields that have a value which the runtime does not read, or reads and does not compute."""
+    return [name for name, values in _LAYOUT["cannot"].get(runtime, {}).items() if getattr(config, name) in values]
 
 
 def read_draft_config(folder: Path) -> DraftConfig:
@@ -89,8 +94,10 @@ def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:
     for key, values in _LAYOUT["understood"].items():
         if tree.get(key) not in values:
             raise ConfigError(f"{path}: {key} is {tree[key]!r}, only {values[0]!r} is supported in a DSpark draft")
-    kinds = tree.get("layer_types") or ["full_attention"]
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+    kinds = tree.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * len(kinds if isinstance(kinds, list) else ()):
         raise ConfigError(f"{path}: layer_types holds {kinds}, only full_attention is supported")
-    if tree.get("draft_vocab_size", tree.get("vocab_size")) != tree.get("vocab_size"):
+    if kinds is not None and len(kinds) != tree.get("num_hidden_layers"):
+        raise ConfigError(f"{path}: layer_types has {len(kinds)} entries, not num_hidden_layers")
+    if (tree.get("draft_vocab_size") or tree.get("vocab_size")) != tree.get("vocab_size"):
         raise ConfigError(f"{path}: draft_vocab_size {tree['draft_vocab_size']} differs from vocab_size")

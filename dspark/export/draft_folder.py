@@ -10,13 +10,15 @@ import torch
 
 from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
-from dspark.errors import CheckpointError, DraftMismatchError
+from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
 from dspark.export.draft_config import READABLE_ARCHITECTURES, FolderFields, Runtime, config_json, read_layout
 from dspark.export.layouts import Layout, canonical_names
 from dspark.files import file_sha256, read_json, save_tensors, whole_folder
 from dspark.model_folder import SINGLE_FILE, Checkpoint
 
 PROVENANCE = "provenance.json"
+WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Dtypes of numbers that stand for themselves."""
 TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -49,22 +51,23 @@ def write_draft(
     when ``folder`` holds something that is not a draft, or a weight is not finite.
     Source: specs/dspark.md 2.6, 3.1 and 3.3.
     """
-    folder, made = folder.absolute(), dict(provenance or {})
+    folder, made = folder.resolve(), dict(provenance or {})  # through a link, and without its dots
     config = config_json(draft.config, fields, runtime, str(made.get("target", "")))
-    _refuse_to_replace(folder)
+    beside = dict(beside or {})
+    _refuse_to_replace(folder, {"config.json", SINGLE_FILE, PROVENANCE, "README.md", *beside})
     with_tables = has_tables(draft.config, runtime)
     tensors = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
     if with_tables:
         tensors |= dict(zip(TABLES, (draft.embedding_VD, draft.head_VD), strict=True))
-    wrong = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
-    if wrong:
-        raise CheckpointError(f"{folder}: not written, {wrong[0]} holds numbers that are not finite")
     rounded = {name: tensor.to("cpu", torch.bfloat16, copy=True).contiguous() for name, tensor in tensors.items()}
+    wrong = [name for name, tensor in rounded.items() if not torch.isfinite(tensor).all()]
+    if wrong:
+        raise CheckpointError(f"{folder}: not written, {wrong[0]} holds numbers that are not finite in bfloat16")
     with whole_folder(folder) as place:
         save_tensors(rounded, place / SINGLE_FILE, metadata={"format": "pt"})
         made["weights_sha256"] = file_sha256(place / SINGLE_FILE)
         trees = {"config.json": config, PROVENANCE: made}
-        texts = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()} | dict(beside or {})
+        texts = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()} | beside
         for name, text in texts.items():
             (place / name).write_text(text, encoding="utf-8")
         written = Checkpoint(place)
@@ -167,7 +170,7 @@ def check_target(
 def _check_sha256(folder: Path) -> None:
     """A provenance.json with a sum makes flipped bits visible; drafts of other trainers have none."""
     path, expected = folder / SINGLE_FILE, read_provenance(folder).get("weights_sha256")
-    if expected is not None and expected != (found := file_sha256(path)):
+    if expected is not None and path.is_file() and expected != (found := file_sha256(path)):
         raise CheckpointError(f"{path}: damaged: sha256 {found}, expected {expected} by {PROVENANCE}; export it again")
 
 
@@ -179,14 +182,20 @@ def read_provenance(folder: Path) -> dict[str, Any]:
 
 def _finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     tensor = checkpoint.get(name)
-    if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+    if tensor.dtype not in WEIGHTS or not torch.isfinite(tensor).all():
         raise CheckpointError(f"{checkpoint.folder}: {name} holds {tensor.dtype} or numbers that are not finite")
     return tensor
 
 
-def _refuse_to_replace(folder: Path) -> None:
+def _refuse_to_replace(folder: Path, own: set[str]) -> None:
+    """Raises: CheckpointError unless all that lies there is a draft's, of files that are written anew."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    config = folder / "config.json"
-    if not config.is_file() or not any(tag in config.read_text(encoding="utf-8") for tag in READABLE_ARCHITECTURES):
+    try:
+        tags = read_json(folder / "config.json").get("architectures")
+    except (ConfigError, OSError):
+        tags = None
+    if not isinstance(tags, list) or not any(tag in READABLE_ARCHITECTURES for tag in tags):
         raise CheckpointError(f"{folder}: holds something that is not a draft; choose another folder or move it away")
+    if others := sorted({path.name for path in folder.iterdir()} - own):
+        raise CheckpointError(f"{folder}: holds {', '.join(others[:3])} beside a draft; choose another folder")

@@ -104,7 +104,7 @@ def test_the_card_tells_where_a_draft_comes_from_and_how_it_is_served(
     words = ("--runtime", runtime, "--temperatures", temperatures)
     export("--run", run.train.folder, "--out", tmp_path / "draft", *words)
     card = (tmp_path / "draft" / "README.md").read_text()
-    assert card.startswith(f"---\nbase_model: {run.target.path}\n")
+    assert card.startswith(f'---\nbase_model: "{run.target.path}"\n')
     for line in ("| run | a-run |", f"| record, sha256 of its manifest | {'f' * 64} |", "target, fingerprint"):
         assert line in card
     count = draft_parameter_count(run.draft, runtime == "deepspec")
@@ -123,6 +123,20 @@ def test_the_ring_of_a_block_of_eight_holds_32() -> None:
     draft = DraftConfig.model_validate(yaml.safe_load(Path("configs/ling-3.0-flash.yaml").read_text())["draft"])
     assert "--linear-replayssm-cache-len 32" in render_card(draft, "sglang", "BailingMoeV3ForCausalLM", {"target": "x"})
     assert "replayssm" not in render_card(draft, "sglang", "Qwen3ForCausalLM", {"target": "x"})
+
+
+def test_a_card_names_no_server_that_cannot_compute_the_draft() -> None:
+    draft = DraftConfig.model_validate(yaml.safe_load(Path("configs/ling-3.0-flash.yaml").read_text())["draft"])
+    for changes, servers in (
+        ({}, (True, True)),
+        ({"own_tables": True}, (False, True)),
+        ({"markov_head_type": "rnn"}, (True, False)),
+        ({"own_tables": True, "markov_head_type": "rnn"}, (False, False)),
+    ):
+        card = render_card(draft.model_copy(update=changes), "hf", "BailingMoeV3ForCausalLM", {"target": "a 'b"})
+        assert tuple(name in card for name in ("--speculative-algorithm", "vllm serve")) == servers
+        assert ("None of the runtimes" in card) == (not any(servers))
+        assert "--model-path a" not in card  # but in quotation marks
 
 
 def test_what_was_measured_is_told_of_the_very_draft_alone(tmp_path: Path) -> None:
@@ -165,6 +179,7 @@ def test_mistakes_are_named(
         (["--run", folder, "--step", "7"], "the steps there are: 5, 10"),
         (["--run", str(tmp_path / "none")], "run.yaml: no such file"),
         (["--draft", "x"], "--target: missing"),
+        (["--draft", "x", "--target", "y", "--step", "3"], "--step: is of a run"),
     ):
         monkeypatch.setattr(sys, "argv", ["dspark", "export", *out, *words])
         with pytest.raises(SystemExit) as error:

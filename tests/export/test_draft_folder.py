@@ -313,6 +313,40 @@ def test_an_earlier_draft_is_replaced_and_anything_else_is_kept(tmp_path: Path) 
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
 
 
+def test_nothing_but_a_draft_is_replaced_and_links_and_dots_lead_to_it(tmp_path: Path) -> None:
+    """Also where a file of the user's lies in it, or config.json only mentions a draft."""
+    write_draft(make_draft(seed=1), tmp_path / "draft", FIELDS)
+    before = draft_fingerprint(tmp_path / "draft")
+    (tmp_path / "draft" / "notes.md").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds notes\.md beside a draft"):
+        write_draft(make_draft(seed=2), tmp_path / "draft", FIELDS)
+    (tmp_path / "draft" / "notes.md").unlink()
+    assert draft_fingerprint(tmp_path / "draft") == before
+    (tmp_path / "link").symlink_to(tmp_path / "draft")
+    for seed, place in ((2, tmp_path / "draft" / ".." / "draft"), (3, tmp_path / "link"), (4, tmp_path / "link")):
+        write_draft(make_draft(seed=seed), place, FIELDS)
+        assert proposals(read_draft(tmp_path / "draft", tables(SMALL))) == proposals(make_draft(seed=seed))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "link"]
+    for content in (b'{"architectures": ["LlamaForCausalLM"], "note": "LingDSparkModel"}', b"\xff\xfe{}", b"["):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "config.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match="something that is not a draft"):
+            write_draft(make_draft(), tmp_path / "other", FIELDS)
+        assert (tmp_path / "other" / "config.json").read_bytes() == content
+
+
+def test_numbers_that_are_codes_or_too_large_for_bfloat16_are_refused(tmp_path: Path) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        write_draft(make_draft(), tmp_path / "draft", FIELDS)
+        rewrite(tmp_path / "draft", {"norm.weight": torch.ones(16).to(dtype)})
+        with pytest.raises(CheckpointError, match=r"norm\.weight holds torch\.float8"):
+            read_draft(tmp_path / "draft", tables(SMALL))
+    draft = make_draft()
+    draft.norm.weight.data[0] = 3.4e38  # infinite when it is rounded
+    with pytest.raises(CheckpointError, match=r"norm\.weight holds numbers that are not finite in bfloat16"):
+        write_draft(draft, tmp_path / "large", FIELDS)
+
+
 def test_weights_that_are_not_finite_are_never_exported(tmp_path: Path) -> None:
     draft = make_draft()
     with torch.no_grad():

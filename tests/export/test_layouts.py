@@ -1,6 +1,7 @@
 """Drafts of other trainers come in as ours, bit for bit; what a file leaves open is refused and never guessed."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -175,7 +176,7 @@ def test_tables_of_its_own_are_refused_unless_asked_for_and_then_read(tmp_path: 
         ("vllm", {"target_layer_ids": [2, 5, 7]}, r"target_layer_ids is ambiguous"),
         ("vllm", {"dspark_bonus_anchor": True}, r"sample_from_anchor is ambiguous"),
         ("vllm", {"is_causal": True}, r"is_causal is True"),
-        ("speculators", {"sample_from_anchor": None}, r"sample_from_anchor is None; older files mean false"),
+        ("speculators", {"sample_from_anchor": None}, r"sample_from_anchor is missing; older files mean false"),
         ("speculators", {"aux_hidden_state_layer_ids": None}, r"never guessed"),
         ("speculators", {"speculators_model_type": "eagle3"}, r"expected 'dspark'"),
         ("speculators", {"draft_vocab_size": 32}, r"draft_vocab_size 32"),
@@ -185,6 +186,20 @@ def test_tables_of_its_own_are_refused_unless_asked_for_and_then_read(tmp_path: 
         ("deepspec", {"rope_scaling": {"type": "linear", "factor": 2}}, r"rope_scaling is ambiguous"),
         ("deepspec", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 6e6}}, r"rope_scaling must be linear"),
         ("deepspec", {"is_neox_style": False, "rope_is_neox_style": True}, r"is_neox is ambiguous"),
+        ("deepspec", {"rope_is_neox_style": 0}, r"rope_is_neox_style is 0, expected true or false"),
+        ("deepspec", {"dspark_bonus_anchor": "true"}, r"dspark_bonus_anchor is 'true', expected true or false"),
+        ("deepspec", {"dspark_config": {"dspark_block_size": 4}}, r"block_size is ambiguous"),
+        ("deepspec", {"aux_hidden_state_layer_ids": [1, 2, 3]}, r"target_layer_ids is ambiguous"),
+        ("deepspec", {"causal": True}, r"is_causal is True"),
+        ("deepspec", {"layer_types": ["full_attention"]}, r"layer_types has 1 entries"),
+        ("deepspec", {"final_logit_softcapping": 30}, r"final_logit_softcapping is 30"),
+        ("deepspec", {"rope_parameters": {"rope_type": "linear", "type": "yarn"}}, r"rope_type is ambiguous"),
+        ("deepspec", {"rope_parameters": YARN | {"attention_factor": math.nan}}, r"rope_scaling must be"),
+        ("deepspec", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, r"rope_scaling must be"),
+        ("speculators", {"target_layer_ids": [0, 1, 2]}, r"target_layer_ids is ambiguous"),
+        ("speculators", {"dflash_config": {"mask_token_id": 4}}, r"mask_token_id is ambiguous"),
+        ("speculators", {"rope_theta": 5.0}, r"rope_theta is ambiguous"),
+        ("speculators", {"is_causal": True}, r"is_causal is True"),
     ],
     ids=str,
 )

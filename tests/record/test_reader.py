@@ -165,21 +165,23 @@ def test_ten_million_sequences_take_less_than_200_megabytes_of_memory(tmp_path: 
     manifest["shards"] = [[256, 260_000, 200_000]] * 39_063  # a thousand tokens each
     (tmp_path / MANIFEST_FILE).write_text(json.dumps(manifest))
     program = f"""
-import resource, torch
+import torch
 from pathlib import Path
 from dspark.record.order import ReadingOrder
 from dspark.record.reader import RecordReader
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak_megabytes():  # getrusage would tell the parent's, if that is more
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1e3
+before = peak_megabytes()
 reader = RecordReader({str(tmp_path)!r}, lambda path: None)
 order = ReadingOrder(reader.starts, 0)
 places = [order.place(place) for place in (0, len(reader) // 2, len(reader) - 1, len(reader), 3 * len(reader) - 1)]
 assert [epoch for epoch, _ in places] == [0, 0, 0, 1, 2]
 assert len(reader) > 10_000_000
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3)
+print(peak_megabytes() - before)
 """
     root = Path(__file__).parent.parent.parent
     done = subprocess.run([sys.executable, "-c", program], cwd=root, text=True, capture_output=True, check=True)
-    assert float(done.stdout) < 200
+    assert 1 < float(done.stdout) < 200
 
 
 def test_another_shard_under_the_name_is_noticed(tmp_path: Path) -> None:

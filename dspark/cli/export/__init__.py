@@ -8,14 +8,13 @@ import typer
 from rich.console import Console
 
 from dspark.cli.export.card import CHAIN, evaluation_of, render_card
-from dspark.cli.identity import fields_of
+from dspark.cli.identity import check_pair, fields_of
 from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
 from dspark.eval.calibration.temperatures import read_temperatures
 from dspark.export import (
     Runtime,
-    check_target,
     draft_parameter_count,
     has_tables,
     read_draft,
@@ -57,18 +56,23 @@ def export(
         assert draft is not None
         if target is None:
             raise ConfigError("--target: missing; name the target that the draft was trained for")
-        tables = load_tables(target)
-        vocab_size, hidden_size = tables[0].shape
-        check_target(draft, vocab_size=vocab_size, hidden_size=hidden_size, fingerprint=target_fingerprint(target))
-        model, place, name = read_draft(draft, tables), draft, target
+        if step is not None:
+            raise ConfigError("--step: is of a run; leave it out with --draft")
+        check_pair(draft, target_facts(target), target_fingerprint(target))
+        model, place, name = read_draft(draft, load_tables(target)), draft, target
         num_anchors, known = num_anchors_of(draft), read_provenance(draft)
     facts = target_facts(name)
     made = {key: known[key] for key in CHAIN if key in known} | describe_launch(sys.argv)
     made |= {"exported_from": str(place), "target": name, "target_fingerprint": target_fingerprint(name)}
-    report = evaluation_of(evaluation, draft) if evaluation else None
-    beside = {"README.md": render_card(model.config, runtime, facts.architecture, made, report, bool(temperatures))}
-    if temperatures:
-        beside["temperatures.json"] = read_temperatures(temperatures, model.config.block_size).model_dump_json(indent=2)
+    report = evaluation_of(evaluation, draft, made["target_fingerprint"]) if evaluation else None
+    if temperatures and not model.config.enable_confidence_head:
+        raise ConfigError(f"--temperatures {temperatures}: the draft has no confidence head")
+    beside = (
+        {"temperatures.json": read_temperatures(temperatures, model.config.block_size).model_dump_json(indent=2)}
+        if temperatures
+        else {}
+    )
+    beside["README.md"] = render_card(model.config, runtime, facts.architecture, made, report, bool(temperatures))
     write_draft(model, out, fields_of(facts, num_anchors), runtime=runtime, provenance=made, beside=beside)
     count = draft_parameter_count(model.config, has_tables(model.config, runtime))
     Console().print(f"{out}: {count:,} parameters for {runtime}, from {place}", highlight=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -10,7 +11,7 @@ from dspark.config import DraftConfig
 from dspark.errors import ConfigError
 from dspark.eval.evaluation import read_evaluation
 from dspark.eval.report import EvalReport
-from dspark.export import Runtime, draft_fingerprint, draft_parameter_count, has_tables
+from dspark.export import Runtime, draft_fingerprint, draft_parameter_count, has_tables, unsupported
 
 CHAIN = {
     "run": "run",
@@ -25,6 +26,12 @@ CHAIN = {
 """What is told of a draft's origin, from the draft back to the target, where its provenance knows it."""
 
 
+SERVERS: dict[Runtime, tuple[Runtime, ...]] = {
+    "hf": ("sglang", "vllm"), "sglang": ("sglang",), "vllm": ("vllm",), "speculators": ("vllm",), "deepspec": ()
+}  # fmt: skip
+"""Who serves a folder that was written for a runtime."""
+
+
 def render_card(
     config: DraftConfig, runtime: Runtime, architecture: str, made: Mapping[str, Any],
     report: EvalReport | None = None, has_temperatures: bool = False,
@@ -35,20 +42,20 @@ def render_card(
     chain = {title: made[key] for key, title in CHAIN.items() if made.get(key) is not None}
     ring = 1 << (2 * (config.block_size + 1) - 1).bit_length()
     count = draft_parameter_count(config, has_tables(config, runtime))
-    known = {
-        "target": made["target"],
-        "is_ling": architecture.startswith("Bailing"),
-        "has_temperatures": has_temperatures,
-    }
-    known |= {"config": config, "runtime": runtime, "chain": chain, "report": report, "ring": ring}
-    return environment.get_template("card.md.j2").render(known, parameters=count)
+    served = [name for name in SERVERS[runtime] if not unsupported(config, name)]
+    known = {"target": made["target"], "quoted": quote(made["target"]), "is_ling": architecture.startswith("Bailing")}
+    known |= {"config": config, "runtime": runtime, "served": served, "has_temperatures": has_temperatures}
+    known |= {"chain": chain, "report": report, "ring": ring, "parameters": count}
+    return environment.get_template("card.md.j2").render(known)
 
 
-def evaluation_of(folder: Path, draft: Path | None) -> EvalReport:
-    """The report in an evaluation's folder. Raises: ConfigError unless it measured the very draft; as
-    ``read_evaluation``.
+def evaluation_of(folder: Path, draft: Path | None, target_fingerprint: str) -> EvalReport:
+    """The report in an evaluation's folder. Raises: ConfigError unless it measured the very draft on the very target;
+    as ``read_evaluation``.
     """
     report = read_evaluation(folder).report
+    if report.target.get("fingerprint") != target_fingerprint:
+        raise ConfigError(f"--evaluation {folder}: it measured on another target, {report.target.get('name')}")
     if draft is None or report.draft.get("fingerprint") != draft_fingerprint(draft):
         hint = "give that draft with --draft (training's own lies in TRAIN_FOLDER/draft)"
         raise ConfigError(f"--evaluation {folder}: it measured the draft {report.draft.get('name')}; {hint}")

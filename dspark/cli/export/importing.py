@@ -34,8 +34,8 @@ def import_draft(
     """Read a draft in any layout that is known, say which one it is, and write it in ours.
 
     Known: ours, which is SGLang's and DeepSpec's; SpecForge's dflash_config; speculators, whose layer ids count from
-    one; tensors named as in vLLM. Weights keep every bit, but rotary pairs of neighbours are put in halves. A file that
-    says two things, or leaves out what no reader should guess, is refused.
+    one; tensors named as in vLLM. Weights keep every bit that bfloat16 has, but rotary pairs of neighbours are put in
+    halves. A file that says two things, or leaves out what no reader should guess, is refused.
     """
     folder = locate_target(target)
     facts, fingerprint = target_facts(folder), target_fingerprint(folder)
