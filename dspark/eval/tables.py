@@ -4,19 +4,28 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from rich.box import SIMPLE
 from rich.table import Table
+
+
+def read_template(path: Path, **words: Any) -> Template:
+    """A template of ours, which may use these words; one that is missing is an error, not a blank. The filter ``plain``
+    is for names, which may hold what a table of ``render`` means by tabs and lines.
+    """
+    environment = Environment(
+        autoescape=".html" in path.suffixes, undefined=StrictUndefined, loader=FileSystemLoader(path.parent),
+        trim_blocks=True,
+    )  # fmt: skip
+    environment.filters["plain"] = printable
+    return environment.get_template(path.name, globals=words)
 
 
 def render(template: Path, **facts: Any) -> list[Table | str]:
     """Tables and lines that a template makes of ``facts``. A form feed ends each. A table's first line is its title,
     the second one names the columns; tabs part cells, an empty line parts sections, the caption follows a line of ---.
-    The filter ``plain`` is for names, which may hold what the template means by tabs and lines.
     """
-    environment = Environment(undefined=StrictUndefined, loader=FileSystemLoader(template.parent), trim_blocks=True)
-    environment.filters["plain"] = printable
-    text = environment.get_template(template.name).render(number=number, interval=interval, **facts)
+    text = read_template(template, number=number, interval=interval).render(facts)
     return [_table(part) if "\t" in part else part for part in map(str.strip, text.split("\f")) if part]
 
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,12 @@ def compile_sm90(module: str, kernels: list[dict[str, Any]]) -> list[Compiled]:
     assert server.stdout
     server.stdin.write(json.dumps([module, kernels]) + "\n")
     server.stdin.flush()
-    rows = json.loads(server.stdout.readline() or '"the compiler has ended"')
-    if isinstance(rows, str):
-        server.kill()
+    answer = server.stdout.readline()
+    if not answer:  # a fault ends it, with its traceback
         server.wait()
         _server.cache_clear()
-        pytest.fail(rows)
-    return [Compiled(**row) for row in rows]
+        pytest.fail("the compiler has ended: its traceback is on the standard error")
+    return [Compiled(**row) for row in json.loads(answer)]
 
 
 @functools.cache
@@ -76,11 +74,7 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else is printed
     for line in sys.stdin:
-        try:
-            answer: Any = _compile(*json.loads(line))
-        except Exception:
-            answer = traceback.format_exc()
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(_compile(*json.loads(line))) + "\n")
 
 
 def _compile(name: str, kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:

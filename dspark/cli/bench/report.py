@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 
+from dspark.eval.tables import read_template
 from dspark.files import write_whole
 from dspark.provenance import describe_launch
 
 Json = Annotated[Path | None, typer.Option(dir_okay=False, writable=True, help="Also write everything there.")]
 
-_LINES = Environment(undefined=StrictUndefined, loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)
+_LINES = read_template(Path(__file__).with_name("lines.j2"))
 
 
 def line(name: str, *facts: Any) -> str:
     """What a macro of lines.j2 says of the facts."""
-    return str(getattr(_LINES.get_template("lines.j2").module, name)(*facts))
+    return str(getattr(_LINES.module, name)(*facts))
 
 
 class Report(dict[str, Any]):

@@ -23,7 +23,7 @@ from dspark.export import (
 )
 from dspark.files import read_json
 from dspark.provenance import describe_launch
-from dspark.target.loading import load_tables, target_facts, target_fingerprint
+from dspark.target.loading import REPOSITORIES, load_tables, target_facts, target_fingerprint
 from dspark.train.checkpoint import checkpoints, finished_draft, load_checkpoint
 from dspark.train.optimizer import build_optimizer
 from dspark.train.run_folder import RUN, last_launch
@@ -39,7 +39,7 @@ def export(
     evaluation: Annotated[
         Path | None, typer.Option(help="Of --draft, by dspark eval --out: its table goes into the model card.")
     ] = None,
-    temperatures: Annotated[Path | None, typer.Option(help="By dspark calibrate; laid beside the weights.")] = None,
+    temperatures: Annotated[Path | None, typer.Option(help="JSON that SGLang reads, laid beside the weights.")] = None,
 ) -> None:
     """Write a draft as the folder that a runtime loads, with a model card.
 
@@ -63,7 +63,11 @@ def export(
         num_anchors, known = num_anchors_of(draft), read_provenance(draft)
     facts = target_facts(name)
     made = {key: known[key] for key in CHAIN if key in known} | describe_launch(sys.argv)
-    made |= {"exported_from": str(place), "target": name, "target_fingerprint": target_fingerprint(name)}
+    made |= {
+        "exported_from": str(place),
+        "target": REPOSITORIES.get(name, name),
+        "target_fingerprint": target_fingerprint(name),
+    }
     report = evaluation_of(evaluation, draft, made["target_fingerprint"]) if evaluation else None
     if temperatures and not model.config.enable_confidence_head:
         raise ConfigError(f"--temperatures {temperatures}: the draft has no confidence head")

@@ -5,12 +5,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from dspark.config import DraftConfig
 from dspark.errors import ConfigError
 from dspark.eval.evaluation import read_evaluation
 from dspark.eval.report import EvalReport
+from dspark.eval.tables import read_template
 from dspark.export import Runtime, draft_fingerprint, draft_parameter_count, has_tables, unsupported
 
 CHAIN = {
@@ -24,8 +23,6 @@ CHAIN = {
     "template_fingerprint": "chat template, sha256",
 }
 """What is told of a draft's origin, from the draft back to the target, where its provenance knows it."""
-
-
 SERVERS: dict[Runtime, tuple[Runtime, ...]] = {
     "hf": ("sglang", "vllm"), "sglang": ("sglang",), "vllm": ("vllm",), "speculators": ("vllm",), "deepspec": ()
 }  # fmt: skip
@@ -37,8 +34,6 @@ def render_card(
     report: EvalReport | None = None, has_temperatures: bool = False,
 ) -> str:  # fmt: skip
     """The card as Markdown. ``architecture``: the target's; ``made``: the draft's provenance, ``target`` among it."""
-    place = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(undefined=StrictUndefined, loader=place, trim_blocks=True, keep_trailing_newline=True)
     chain = {title: made[key] for key, title in CHAIN.items() if made.get(key) is not None}
     ring = 1 << (2 * (config.block_size + 1) - 1).bit_length()
     count = draft_parameter_count(config, has_tables(config, runtime))
@@ -46,7 +41,7 @@ def render_card(
     known = {"target": made["target"], "quoted": quote(made["target"]), "is_ling": architecture.startswith("Bailing")}
     known |= {"config": config, "runtime": runtime, "served": served, "has_temperatures": has_temperatures}
     known |= {"chain": chain, "report": report, "ring": ring, "parameters": count}
-    return environment.get_template("card.md.j2").render(known)
+    return read_template(Path(__file__).with_name("card.md.j2")).render(known).strip() + "\n"
 
 
 def evaluation_of(folder: Path, draft: Path | None, target_fingerprint: str) -> EvalReport:

@@ -20,7 +20,7 @@ from dspark.export import (
     write_draft,
 )
 from dspark.provenance import describe_launch
-from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
+from dspark.target.loading import REPOSITORIES, load_tables, locate_target, target_facts, target_fingerprint
 
 
 def import_draft(
@@ -44,8 +44,12 @@ def import_draft(
     draft = read_draft(source, load_tables(folder), is_taking_tables=own_tables, num_target_layers=facts.num_layers)
     known = read_provenance(source)
     made = {key: known[key] for key in CHAIN if key in known}
-    made |= {"imported_from": str(source), "layout": layout.name, "source_fingerprint": draft_fingerprint(source)}
-    made |= {"target": target, "target_fingerprint": fingerprint}
+    made |= {
+        "imported_from": source.resolve().name,
+        "layout": layout.name,
+        "source_fingerprint": draft_fingerprint(source),
+    }
+    made |= {"target": REPOSITORIES.get(target, target), "target_fingerprint": fingerprint}
     made |= describe_launch(sys.argv)
     card = {"README.md": render_card(draft.config, "hf", facts.architecture, made)}
     write_draft(draft, out, fields_of(facts, num_anchors_of(source)), provenance=made, beside=card)

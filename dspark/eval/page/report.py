@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from dspark.decode.round import Round
@@ -21,7 +20,7 @@ from dspark.eval.page.plots import GUIDE, Interval, shorten
 from dspark.eval.page.sections import PER_ROUND, Panel, Row, Titled
 from dspark.eval.records import TextKey
 from dspark.eval.report import EvalReport, Pairing, difference_lines
-from dspark.eval.tables import interval, number
+from dspark.eval.tables import interval, number, read_template
 
 LONGEST_TOKENS = 1000
 """Of an answer that is shown."""
@@ -51,11 +50,7 @@ def render_report(
     ]
     versus = [plot for other in evaluations[1:] for plot in _versus(evaluations[0], other)] if is_compared else []
     targets = ", ".join(dict.fromkeys(Path(str(e.report.target["name"])).name for e in evaluations))
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, loader=FileSystemLoader(by.PLACE), trim_blocks=True
-    )
-    words = {"svg": by.svg, "number": number, "interval": interval}
-    template = environment.get_template("page.html.j2", globals=words)
+    template = read_template(by.PLACE / "page.html.j2", svg=by.svg, number=number, interval=interval)
     page = template.render(title=f"DSpark on {targets}", runs=runs, versus=versus)
     shown = [(title, run["name"] * (len(runs) > 1), run["plots"][title]) for title in DRAWN for run in runs]
     return page, _pictures([*shown, ("Compared", "", versus)])
