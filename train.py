@@ -23,8 +23,8 @@ from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.draft.model import DraftModel
 from dspark.errors import DraftMismatchError, DsparkError, one_line
 from dspark.eval.probe import Probe
-from dspark.export import read_draft, write_draft
 from dspark.export.draft_config import config_json
+from dspark.export.draft_folder import read_draft, write_draft
 from dspark.files import claim
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader

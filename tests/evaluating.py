@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from dspark.cli.main import app, main
 from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
-from dspark.export import FolderFields, write_draft
+from dspark.export.draft_config import FolderFields
+from dspark.export.draft_folder import write_draft
 from dspark.target.loading import load_tables
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend, propose
-from dspark.export import FolderFields
+from dspark.export.draft_config import FolderFields
 
 FIELDS = FolderFields(eos_token_id=57, pad_token_id=58)
 SMALL = DraftConfig(

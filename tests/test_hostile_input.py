@@ -16,7 +16,7 @@ from dspark.config import load_run
 from dspark.data.conversations import read_conversations
 from dspark.decode.sampling import Sampling, sample
 from dspark.errors import CheckpointError, ConfigError, PromptError, RecordError
-from dspark.export.draft_config import read_draft_config
+from dspark.export.draft_config import read_layout
 from dspark.files import claim, save_tensors, write_whole
 from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
@@ -235,7 +235,7 @@ def test_a_draft_config_of_wrong_types_is_named(tmp_path: Path, change: dict[str
     base = json.loads((Path(__file__).parents[1] / "data" / "nano" / "draft" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(base | change))
     with pytest.raises(ConfigError, match=rf"config.json: {next(iter(change))}"):
-        read_draft_config(tmp_path)
+        read_layout(tmp_path)
 
 
 def test_logits_that_are_no_numbers_are_not_sampled() -> None:

@@ -10,7 +10,7 @@ from dspark.decode.sampling import Sampling
 from dspark.draft.model import DraftModel
 from dspark.eval.measure import decode_prompts, summarise
 from dspark.eval.tasks import load_task
-from dspark.export import check_target, read_draft
+from dspark.export.draft_folder import check_target, read_draft
 from dspark.target.loading import NANO_FOLDER, load_target, target_facts
 from dspark.target.model import LingModel
 from dspark.target.tokenizer import load_tokenizer

@@ -34,7 +34,7 @@ import train
 from dspark.cli.probe import load_probe
 from dspark.config import RunConfig, load_run
 from dspark.errors import CheckpointError, ConfigError, RecordError
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.files import claim
 from dspark.target.loading import load_tables, target_fingerprint
 from dspark.train.batches import Share

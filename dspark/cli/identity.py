@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from dspark.config import DraftConfig, RunConfig, TargetSection, validated
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.export import FolderFields, architecture_for, check_target, draft_fingerprint, read_draft
+from dspark.export.draft_config import FolderFields, architecture_for
+from dspark.export.draft_folder import check_target, draft_fingerprint, read_draft
 from dspark.provenance import commit, versions
 from dspark.target.loading import TargetFacts, load_target, locate_target, target_facts, target_fingerprint
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint

@@ -17,7 +17,7 @@ from dspark.errors import CheckpointError, ConfigError, PromptError
 from dspark.eval.measure import decode_prompts
 from dspark.eval.probe import Probe
 from dspark.eval.tasks import load_task
-from dspark.export import read_draft, write_draft
+from dspark.export.draft_folder import read_draft, write_draft
 from dspark.model_folder import Checkpoint
 from dspark.target.loading import load_target, locate_target, target_facts
 from dspark.target.tokenizer import load_tokenizer

@@ -60,11 +60,6 @@ def unsupported(config: DraftConfig, runtime: Runtime) -> list[str]:
     return [name for name, values in _LAYOUT["cannot"].get(runtime, {}).items() if getattr(config, name) in values]
 
 
-def read_draft_config(folder: Path) -> DraftConfig:
-    """The architecture in a draft's folder, ours or another trainer's. Raises: as ``read_layout``."""
-    return read_layout(folder)[0]
-
-
 def read_layout(folder: Path, num_target_layers: int | None = None) -> tuple[DraftConfig, Layout]:
     """The architecture, and the layout in which it stands. ``num_target_layers``: the target's, for a file without it.
     Raises: CheckpointError without a config.json; ConfigError naming a key that is missing, ambiguous or not computed

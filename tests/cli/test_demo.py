@@ -21,7 +21,8 @@ from dspark.cli.demo import KEPT_MEMORY, STAGES, demo, run_stage
 from dspark.cli.main import main
 from dspark.config import load_run, read_yaml
 from dspark.eval.tasks import REPOSITORY
-from dspark.export import FolderFields, write_draft
+from dspark.export.draft_config import FolderFields
+from dspark.export.draft_folder import write_draft
 from dspark.target.loading import load_tables
 from dspark.train.run_folder import PROVENANCE
 from dspark.train.setup import fresh_draft

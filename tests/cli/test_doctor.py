@@ -30,7 +30,8 @@ from dspark.decode import generation, round
 from dspark.decode.sampling import Sampling
 from dspark.draft import backbone
 from dspark.draft.proposal import propose
-from dspark.export import FolderFields, read_draft, write_draft
+from dspark.export.draft_config import FolderFields
+from dspark.export.draft_folder import read_draft, write_draft
 from dspark.kernels.router.reference import route
 from dspark.record import writer
 from dspark.target.cache import LingCache

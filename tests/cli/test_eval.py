@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dspark.cli.main import app
 from dspark.decode.acceptance import accept
-from dspark.export import draft_fingerprint
+from dspark.export.draft_folder import draft_fingerprint
 from dspark.target.loading import target_fingerprint
 
 COMMANDS = ("demo", "doctor", "plan", "prepare", "record", "eval", "report", "calibrate", "chat", "export", "import")

@@ -18,7 +18,7 @@ from dspark.cli.main import app, main
 from dspark.config import DraftConfig, RunConfig, save_run
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError, DraftMismatchError
-from dspark.export import draft_parameter_count, read_draft
+from dspark.export.draft_folder import draft_parameter_count, read_draft
 from dspark.target.loading import load_tables
 from dspark.train.checkpoint import Progress, save_checkpoint
 

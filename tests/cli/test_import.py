@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dspark.cli.main import app, main
-from dspark.export import draft_parameter_count, read_draft, write_draft
 from dspark.export.draft_config import FolderFields
+from dspark.export.draft_folder import draft_parameter_count, read_draft, write_draft
 from dspark.export.layouts import speculators_json
 from dspark.target.loading import load_tables, target_facts
 

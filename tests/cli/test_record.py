@@ -19,7 +19,8 @@ from dspark.cli.prepare import prepare
 from dspark.cli.record import job, record
 from dspark.config import load_run
 from dspark.errors import ConfigError, DraftMismatchError, PromptError, RecordError
-from dspark.export import FolderFields, write_draft
+from dspark.export.draft_config import FolderFields
+from dspark.export.draft_folder import write_draft
 from dspark.record.order import drawn_order
 from dspark.record.reader import RecordReader
 from dspark.target.loading import load_tables, load_target

@@ -21,7 +21,7 @@ from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.decode.speaking import Speaker, Stopwatch
 from dspark.draft.model import DraftModel
 from dspark.eval.tasks import load_task
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.target.loading import NANO_FOLDER, load_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 from dspark.target.transformers_target import load_transformers_target

@@ -14,7 +14,7 @@ from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.decode.speaking import Stopwatch
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.target.loading import NANO_FOLDER, load_target
 from dspark.types import Target
 from dspark.verifier import Shard, Verifier

@@ -23,7 +23,7 @@ from dspark.decode.sampling import Sampling, Uniforms, draw, row_uniforms, token
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend, propose
 from dspark.eval.tasks import load_task
-from dspark.export import check_target, read_draft
+from dspark.export.draft_folder import check_target, read_draft
 from dspark.target.loading import NANO_FOLDER, load_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 from dspark.types import Proposal, Target, TargetOutput

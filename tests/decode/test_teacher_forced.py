@@ -19,7 +19,7 @@ from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend, propose
 from dspark.errors import DraftMismatchError
 from dspark.eval.tasks import load_task
-from dspark.export import check_target, read_draft
+from dspark.export.draft_folder import check_target, read_draft
 from dspark.target.loading import NANO_FOLDER, load_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 

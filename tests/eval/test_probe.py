@@ -19,7 +19,7 @@ from dspark.eval.measure import decode_batches, decode_prompts
 from dspark.eval.probe import Probe, TapCost, last_answer, tap_cost
 from dspark.eval.statistics import acceptance_statistics
 from dspark.eval.tasks import load_task
-from dspark.export import check_target, read_draft
+from dspark.export.draft_folder import check_target, read_draft
 from dspark.layers.float8 import from_float8, to_float8
 from dspark.target.loading import NANO_FOLDER, load_target, target_facts
 from dspark.target.model import LingModel

@@ -18,14 +18,8 @@ from transformers import AutoConfig, Qwen3Config
 from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError
-from dspark.export import (
-    FolderFields,
-    check_target,
-    draft_fingerprint,
-    draft_parameter_count,
-    read_draft,
-    write_draft,
-)
+from dspark.export.draft_config import FolderFields
+from dspark.export.draft_folder import check_target, draft_fingerprint, draft_parameter_count, read_draft, write_draft
 
 FORBIDDEN_KEYS = ("quantization_config", "auto_map", "num_nextn_predict_layers", "layer_group_size")
 FORBIDDEN_KEYS += ("partial_rotary_factor", "rope_interleave", "speculators_model_type")

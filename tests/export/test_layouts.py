@@ -19,7 +19,8 @@ from dspark.config import DraftConfig
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend, propose
 from dspark.errors import CheckpointError, ConfigError, DraftMismatchError, DsparkError
-from dspark.export import read_draft, read_layout, write_draft
+from dspark.export.draft_config import read_layout
+from dspark.export.draft_folder import read_draft, write_draft
 from dspark.export.layouts import speculators_json
 
 MHA = SMALL.model_copy(update={"num_key_value_heads": 4})

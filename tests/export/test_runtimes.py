@@ -11,7 +11,7 @@ import torch
 from exported import FIELDS, SMALL, make_draft, tables
 from safetensors.torch import load_file
 
-from dspark.export import write_draft
+from dspark.export.draft_folder import write_draft
 from dspark.files import read_json
 
 Tree = dict[str, Any]

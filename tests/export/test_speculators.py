@@ -13,7 +13,7 @@ from exported import FIELDS, SMALL, make_draft, tables
 from safetensors.torch import save_file
 from transformers import Qwen3Config
 
-from dspark.export import write_draft
+from dspark.export.draft_folder import write_draft
 
 pytest.importorskip("speculators", reason="the speculators package is installed by .ci/run alone, in a folder apart")
 

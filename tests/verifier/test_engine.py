@@ -10,7 +10,7 @@ from verifying import CAPACITY_TOKENS, random_ids
 from dspark.decode.generation import generate
 from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError
-from dspark.export import check_target, read_draft
+from dspark.export.draft_folder import check_target, read_draft
 from dspark.target.loading import NANO_FOLDER, load_target, target_facts
 from dspark.target.model import LingModel
 from dspark.types import TargetOutput

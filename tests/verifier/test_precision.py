@@ -8,7 +8,7 @@ from speculating import cycle_text
 from verifying import random_ids
 
 from dspark.errors import ConfigError
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.kernels import router
 from dspark.target.config import TargetConfig, load_target_config
 from dspark.target.loading import NANO_FOLDER

@@ -18,7 +18,8 @@ from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError
 from dspark.eval.measure import decode_prompts, summarise
 from dspark.eval.tables import render
-from dspark.export import read_draft, read_draft_config
+from dspark.export.draft_config import read_layout
+from dspark.export.draft_folder import read_draft
 from dspark.target.config import load_target_config
 from dspark.target.loading import locate_target
 from dspark.verifier import Verifier, load_mtp, load_weights, make_plan, random_mtp, random_weights
@@ -86,7 +87,7 @@ def run(ranks: Ranks, job: Job) -> None:
     report = Report(job.json, ranks.rank == 0, **facts)
     is_random = job.weights == RANDOM
     weights = job.open(random_weights, load_weights, shard, DTYPE, device=DEVICE)
-    made = load_run(run_file(job.target)).draft if job.draft == RANDOM else read_draft_config(Path(job.draft))
+    made = load_run(run_file(job.target)).draft if job.draft == RANDOM else read_layout(Path(job.draft))[0]
     verifier = Verifier(weights, capacity_tokens, made.target_layer_ids, ranks=ranks)
     if is_random:  # its text repeats itself and visits few experts: all but NEXTN's layer are routed evenly
         trace_NLK = uniform_trace(config, TRACE_TOKENS, SEED)

@@ -19,7 +19,7 @@ from dspark.draft.proposal import ContextCache, extend, propose
 from dspark.eval.measure import decode_prompts
 from dspark.eval.statistics import decoding_gap
 from dspark.eval.tasks import load_prompts
-from dspark.export import draft_parameter_count, read_draft, write_draft
+from dspark.export.draft_folder import draft_parameter_count, read_draft, write_draft
 from dspark.record.checking import check_shards
 from dspark.target.loading import target_fingerprint
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint

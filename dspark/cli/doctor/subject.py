@@ -18,7 +18,7 @@ from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.data.conversations import Conversation
 from dspark.draft.model import DraftModel
 from dspark.errors import RecordError
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.model_folder import Checkpoint
 from dspark.provenance import versions as installed_versions
 from dspark.record.checking import STATES_TOLERANCE, distance

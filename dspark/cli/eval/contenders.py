@@ -16,7 +16,7 @@ from dspark.decode.speaking import Speaker
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError
 from dspark.eval.measure import DRAFT
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.train.setup import fresh_draft
 from dspark.types import Target
 from dspark.verifier import Verifier, load_mtp

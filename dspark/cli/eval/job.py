@@ -23,7 +23,7 @@ from dspark.eval.measure import DRAFT
 from dspark.eval.records import JOURNAL_FILE, ROUNDS_FILE, Journal, open_journal, read_texts, write_rounds
 from dspark.eval.report import EvalReport, printed, write_json
 from dspark.eval.tasks import TaskPrompts, load_prompts
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.provenance import describe_launch
 from dspark.target.config import LING_ARCHITECTURE
 from dspark.target.loading import locate_target, target_facts

@@ -13,14 +13,8 @@ from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
 from dspark.eval.calibration.temperatures import read_temperatures
-from dspark.export import (
-    Runtime,
-    draft_parameter_count,
-    has_tables,
-    read_draft,
-    read_provenance,
-    write_draft,
-)
+from dspark.export.draft_config import Runtime
+from dspark.export.draft_folder import draft_parameter_count, has_tables, read_draft, read_provenance, write_draft
 from dspark.files import read_json
 from dspark.provenance import describe_launch
 from dspark.target.loading import REPOSITORIES, load_tables, target_facts, target_fingerprint

@@ -10,7 +10,8 @@ from dspark.errors import ConfigError
 from dspark.eval.evaluation import read_evaluation
 from dspark.eval.report import EvalReport
 from dspark.eval.tables import read_template
-from dspark.export import Runtime, draft_fingerprint, draft_parameter_count, has_tables, unsupported
+from dspark.export.draft_config import Runtime, unsupported
+from dspark.export.draft_folder import draft_fingerprint, draft_parameter_count, has_tables
 
 CHAIN = {
     "run": "run",

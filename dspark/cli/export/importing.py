@@ -10,12 +10,12 @@ from rich.console import Console
 from dspark.cli.export import num_anchors_of
 from dspark.cli.export.card import CHAIN, render_card
 from dspark.cli.identity import check_pair, fields_of
-from dspark.export import (
+from dspark.export.draft_config import read_layout
+from dspark.export.draft_folder import (
     draft_fingerprint,
     draft_parameter_count,
     has_tables,
     read_draft,
-    read_layout,
     read_provenance,
     write_draft,
 )

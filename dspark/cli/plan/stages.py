@@ -25,7 +25,7 @@ from dspark.decode.speaking import Stopwatch
 from dspark.distributed import start_accelerator
 from dspark.eval.measure import decode_prompts
 from dspark.eval.tasks import num_prompts
-from dspark.export import draft_parameter_count
+from dspark.export.draft_folder import draft_parameter_count
 from dspark.model_folder import Checkpoint
 from dspark.record.capture import TOKENS_PER_CALL, read_pack
 from dspark.record.format import Manifest, Shard, group_by_tokens

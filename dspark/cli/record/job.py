@@ -19,7 +19,7 @@ from dspark.data.responses import Responses
 from dspark.decode.sampling import Sampling
 from dspark.errors import ConfigError, RecordError
 from dspark.eval.probe import last_answer, tap_cost
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.layers.float8 import from_float8, to_float8
 from dspark.record.capture import TOKENS_PER_CALL, capture, take_turns
 from dspark.record.checking import check_shards

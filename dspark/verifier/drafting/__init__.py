@@ -4,7 +4,7 @@ A cycle is draft, verify, accept, commit, update. Whatever drafts is a ``Drafter
 anchor into the verifier's ids_T, ``update`` takes in what the target said about the tokens that were committed.
 ``BlockDrafter`` is a DSpark draft, ``MtpDrafter`` the target's own prediction layer. With a draft's folder::
 
-    taps = read_draft_config(folder).target_layer_ids  # this and read_draft: dspark.export
+    taps = read_layout(folder)[0].target_layer_ids  # this and read_draft: dspark.export
     verifier = Verifier.load(target_folder, 4096, taps)
     draft = read_draft(folder, (verifier.embedding_VD, verifier.head_VD), device="cuda")
     weights = draft_weights(draft, Shard(), verifier.weights.dtype, "cuda")

@@ -8,7 +8,7 @@ import torch
 from verifying import CAPACITY_TOKENS
 
 from dspark.draft.model import DraftModel
-from dspark.export import read_draft
+from dspark.export.draft_folder import read_draft
 from dspark.target.loading import NANO_FOLDER
 from dspark.verifier import Shard, Verifier
 from dspark.verifier.drafting import BlockDrafter, draft_weights
