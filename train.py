@@ -30,7 +30,7 @@ from dspark.record.format import MANIFEST_FILE
 from dspark.record.reader import RecordReader
 from dspark.record.ring import Patience, Ring
 from dspark.target.loading import load_tables, locate_target, target_facts, target_fingerprint
-from dspark.train.batches import AHEAD, Fed, Share, plan_windows, share_of, with_feed
+from dspark.train.batches import AHEAD, Fed, Share, read_windows, share_of
 from dspark.train.checkpoint import Progress as TrainingProgress
 from dspark.train.checkpoint import checkpoints, finished_draft, gather_state, load_checkpoint, save_checkpoint
 from dspark.train.log import PooledMetrics, append_row, describe, drop_rows_after, start_trackers
@@ -90,7 +90,7 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
         launch | {"run": run.name} | reader.manifest.model_dump(include={"target_fingerprint", "template_fingerprint"})
     )
     starts = share.starts(done.sequences_seen, run.train.steps - done.step)
-    windows = read_windows(learner, reader, share, starts)
+    windows = open_windows(learner, reader, share, starts)
     if is_main:
         write_run_folder(run, origin)
         drop_rows_after(folder, done.step)
@@ -128,11 +128,10 @@ def train(learner: Learner, reader: RecordReader, launch: dict[str, Any], resume
             show(told_change(run, probe, draft))
 
 
-def read_windows(learner: Learner, reader: RecordReader, share: Share, starts: range) -> Fed:
+def open_windows(learner: Learner, reader: RecordReader, share: Share, starts: range) -> Fed:
     """What the steps in ``starts`` learn from. In a ring of shards, the first process says what is needed."""
     run, accelerator = learner.run, learner.accelerator
-    windows = plan_windows(reader, run, share, starts, accelerator.device)
-    fed = with_feed(windows, reader, accelerator.device)
+    fed = read_windows(reader, run, share, starts, accelerator.device)
     if not (run.record.ring_shards and accelerator.is_main_process):
         return fed
     ring = Ring(reader.folder, reader.manifest, run.seed, run.record.ring_shards)

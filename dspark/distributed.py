@@ -126,26 +126,12 @@ def leave(accelerator: Accelerator) -> None:
         os._exit(0)
 
 
-def world_size() -> int:
-    """Number of processes that train together."""
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
 def sum_over_ranks(value: Tensor) -> Tensor:
     """The elementwise sum of every rank's value; a new tensor, the same on every rank."""
     total = value.clone()
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(total)
     return total
-
-
-def gather_over_ranks(value: Tensor) -> Tensor:
-    """Every rank's value, stacked in rank order: [world_size, ...]."""
-    values = [torch.empty_like(value) for _ in range(world_size())]
-    if not torch.distributed.is_initialized():
-        return value[None].clone()
-    torch.distributed.all_gather(values, value)
-    return torch.stack(values)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -43,14 +43,6 @@ class Record(Protocol):
 
 
 @dataclass(frozen=True)
-class Draw:
-    """A recorded sequence and the pass over the record in which it is read; with the seed it fixes the anchors."""
-
-    epoch: int
-    index: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a micro-step learns from, known before a state is read: its sequences and the blocks in their texts.
 
@@ -103,32 +95,28 @@ def share_of(accelerator: Accelerator, train: TrainSection) -> Share:
     return Share(train.batch_size, train.accumulation_steps, accelerator.process_index, accelerator.num_processes)
 
 
-Planned = Generator[Future[list[Plan]]]
-"""The micro-steps of each step."""
+Draw = tuple[int, int]
+"""The pass over the record in which a sequence is read, and its place there; with the seed they fix the anchors."""
 Fed = Generator[tuple[list[Plan], Iterator[Batch]]]
-"""The same, with the feed of their batches."""
+"""The micro-steps of each step, and the feed of their batches."""
 AHEAD = 2
 """Plans of steps, and batches, that threads make ahead of the one in use."""
 
 
-def plan_windows(record: Record, run: RunConfig, share: Share, starts: range, device: torch.device = CPU) -> Planned:
+def read_windows(record: Record, run: RunConfig, share: Share, starts: range, device: torch.device) -> Fed:
     """This process's micro-steps of every step in ``starts`` (sequences seen before it), in order. All of a step's are
     needed at once: its denominators are known before its first backward pass.
-    """
 
+    Each comes with the one feed of all their batches on ``device``; it is ahead across their borders too. Whoever takes
+    a window takes as many batches off the feed, and closes this when done. What cannot be read is told when it is its
+    turn, not before.
+    """
     order = ReadingOrder(record.starts, run.seed)
 
     def plan(start: int) -> list[Plan]:
         return [plan_batch(record, each, run, device) for each in window_draws(order, start, share)]
 
-    return started_ahead(plan, starts)
-
-
-def with_feed(windows: Planned, record: Record, device: torch.device) -> Fed:
-    """The windows, each with the one feed of all their batches on ``device``; it is ahead across their borders too.
-    Whoever takes a window takes as many batches off the feed, and closes this when done. What cannot be read is told
-    when it is its turn, not before.
-    """
+    windows = started_ahead(plan, starts)
     ours, theirs = tee(windows)
 
     def plans() -> Iterator[Plan]:
@@ -227,7 +215,7 @@ def window_draws(order: ReadingOrder, sequences_seen: int, share: Share) -> list
     window = []
     for micro_step in range(share.accumulation_steps):
         start = sequences_seen + (micro_step * share.world_size + share.rank) * share.batch_size
-        window.append([Draw(*order.place(place)) for place in range(start, start + share.batch_size)])
+        window.append([order.place(place) for place in range(start, start + share.batch_size)])
     return window
 
 
@@ -237,9 +225,9 @@ def plan_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: to
     """
     block_size = run.draft.block_size
     ids, positions, starts, anchors, targets, start = [], [], [], [], [], 0
-    for draw in draws:
-        ids_T, loss_mask_T = record.text(draw.index)
-        generator = generator_of(run.seed, "anchors", draw.epoch, draw.index)
+    for epoch, index in draws:
+        ids_T, loss_mask_T = record.text(index)
+        generator = generator_of(run.seed, "anchors", epoch, index)
         anchors_A = sample_anchors(loss_mask_T, run.train.num_anchors, generator)
         targets.append(block_targets(ids_T, loss_mask_T, anchors_A, block_size))
         ids.append(ids_T)
@@ -255,7 +243,7 @@ def plan_batch(record: Record, draws: Sequence[Draw], run: RunConfig, device: to
     anchors_A, numbers = torch.cat(anchors), PIECE_NUMBERS["cuda" if device.type == "cuda" else "cpu"]
     slots = lay_out(whole, anchors_A, numbers, run.draft.vocab_size)
     row = torch.cat(ids), torch.cat(positions), torch.cat(starts), anchors_A
-    return Plan(*row, slots, tuple(draw.index for draw in draws))
+    return Plan(*row, slots, tuple(index for _, index in draws))
 
 
 def blank_batch(run: RunConfig, device: torch.device) -> Batch:
@@ -264,7 +252,7 @@ def blank_batch(run: RunConfig, device: torch.device) -> Batch:
     """
     draft, num_tokens = run.draft, min(run.record.max_tokens, 4096)
     text = torch.zeros(num_tokens).long(), torch.ones(num_tokens).bool()
-    plan = plan_batch(SimpleNamespace(text=lambda _: text), [Draw(0, 0)], run, device)
+    plan = plan_batch(SimpleNamespace(text=lambda _: text), [(0, 0)], run, device)
     there: Plan = _with_tensors(plan, partial(onto, device))
     states = partial(torch.zeros, device=device, dtype=getattr(torch, run.target.dtype))
     taps_TLD = states(num_tokens, len(draft.target_layer_ids), draft.hidden_size)

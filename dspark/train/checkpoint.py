@@ -60,21 +60,16 @@ def whole_draft(draft: DraftModel) -> DraftModel:
     return copy
 
 
-def finished_draft(draft: DraftModel, optimizer: Any, train: TrainSection) -> DraftModel:
-    """The whole draft to write, its moving average where the run keeps one. Every rank must call it."""
-    if train.ema_decay:
-        use_average(draft, optimizer)
-    return whole_draft(draft)
-
-
 @torch.no_grad()
-def use_average(draft: nn.Module, optimizer: Any) -> None:
-    """Put the moving average that the optimizer keeps in place of the draft's parameters, to export it."""
-    for parameter in draft.parameters():
-        if hasattr(parameter, "_hp_mapping"):
-            parameter.copy_(sum_over_ranks(_unflatten(parameter, _slices(parameter, optimizer, [EMA])[1])))
-        else:
-            parameter.copy_(optimizer.state[parameter][EMA])
+def finished_draft(draft: DraftModel, optimizer: Any, train: TrainSection) -> DraftModel:
+    """The whole draft to write; its moving average takes the place of its parameters where the run keeps one. Every
+    rank must call it.
+    """
+    if train.ema_decay:
+        _, kept = gather_state(draft, optimizer)
+        for name, parameter in draft.named_parameters():
+            parameter.copy_(spread(kept[f"{EMA}.{name}"], parameter))
+    return whole_draft(draft)
 
 
 def save_checkpoint(folder: Path, progress: Progress, parameters: Tensors, moments: Tensors) -> Path:

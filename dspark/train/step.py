@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from dspark.config import RunConfig
-from dspark.distributed import gather_over_ranks, sum_over_ranks, whole, world_size
+from dspark.distributed import sum_over_ranks, whole
 from dspark.draft.model import DraftModel, DraftOutput
 from dspark.errors import TrainingError
 from dspark.kernels.transfer import onto
@@ -62,12 +62,12 @@ def train_step(learner: Learner, window: Sequence[Plan], step: int, feed: Iterat
         loss, found = micro_step(learner, next(feed), pooled, step, is_last)  # no name: the next one needs its memory
         losses.append(loss)
         metrics.append(found | {"tokens": (one * len(plan.ids_T), one)})
-    _refuse_non_finite_losses(torch.stack(losses), window, step)
+    _refuse_non_finite_losses(learner, torch.stack(losses), window, step)
     clock.lap("communication")
     set_learning_rate(learner.optimizer, learning_rate(step, run.train))
     norm = _move(learner, window, step)
     clock.lap("optimizer")
-    share = one / world_size()
+    share = one / learner.accelerator.num_processes
     once = {"loss": (torch.stack(losses).sum(), share), "gradient_norm": (norm * share, share)}
     return summed([*metrics, once])
 
@@ -97,10 +97,11 @@ def micro_step(learner: Learner, here: Batch, pooled: Tensor, step: int, is_last
     with gradient_exchange(learner, is_last):
         loss, found = judge_blocks(learner, draft_blocks(learner.wrapped, here), here, pooled, step)
         clock.lap("forward")
+        whole_loss = loss * learner.accelerator.num_processes  # what the processes exchange is a mean
         if learner.engine:
-            learner.engine.backward(loss * world_size(), scale_wrt_gas=False)
+            learner.engine.backward(whole_loss, scale_wrt_gas=False)
         else:
-            torch.autograd.backward(loss * world_size())
+            torch.autograd.backward(whole_loss)
     clock.lap("communication" if is_last and clock.sees_exchange else "backward")
     return loss.detach(), found
 
@@ -143,19 +144,21 @@ def _move(learner: Learner, window: Sequence[Plan], step: int) -> Tensor:
             learner.optimizer.step()
         learner.optimizer.zero_grad()
     if not is_finite:
-        raise TrainingError(_message("gradient", step, _indices(window, norm.device)))
+        raise TrainingError(_message("gradient", step, _indices(learner, window)))
     return norm.detach()
 
 
-def _refuse_non_finite_losses(losses_M: Tensor, window: Sequence[Plan], step: int) -> None:
-    is_bad_WM = gather_over_ranks((~torch.isfinite(losses_M)).long()).bool()
-    if is_bad_WM.any():
-        raise TrainingError(_message("loss", step, _indices(window, losses_M.device)[is_bad_WM]))
+def _refuse_non_finite_losses(learner: Learner, losses_M: Tensor, window: Sequence[Plan], step: int) -> None:
+    is_bad_N = learner.accelerator.gather((~torch.isfinite(losses_M)).long()).bool()
+    if is_bad_N.any():
+        raise TrainingError(_message("loss", step, _indices(learner, window)[is_bad_N]))
 
 
-def _indices(window: Sequence[Plan], device: torch.device) -> Tensor:
-    """Record indices of the step's sequences on all processes: [world_size, micro-steps, B]."""
-    return gather_over_ranks(torch.tensor([batch.indices for batch in window], device=device))
+def _indices(learner: Learner, window: Sequence[Plan]) -> Tensor:
+    """Record indices of the step's sequences on all processes, one row a micro-step: [N, B]."""
+    indices = torch.tensor([plan.indices for plan in window], device=learner.accelerator.device)
+    gathered: Tensor = learner.accelerator.gather(indices)
+    return gathered
 
 
 def _message(what: str, step: int, indices: Tensor) -> str:

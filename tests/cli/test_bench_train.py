@@ -181,7 +181,7 @@ def test_whole_steps_move_the_draft_and_read_the_record_in_training_s_order(
         time_calls(take, torch.device("cpu"))
     assert places == list(range(3 + 2))
     draws = [window_draws(ReadingOrder([0, 3], learner.run.seed), 2 * place, Share(1, 2, 0, 1)) for place in places]
-    assert drawn == [draw.index for window in draws for (draw,) in window]
+    assert drawn == [index for window in draws for ((_, index),) in window]
     assert not torch.equal(before, learner.draft.fc.weight)
 
 

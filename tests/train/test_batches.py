@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_run import LENGTHS, Sequences, draws_of, make_run, make_sequences, read_batch, read_window, ready
+from training_run import LENGTHS, Sequences, make_run, make_sequences, read_batch, read_window, ready
 
 from dspark.errors import RecordError
 from dspark.layers.float8 import from_float8, to_float8
@@ -22,13 +22,10 @@ from dspark.train.batches import (
     CPU,
     Batch,
     Draw,
-    Plan,
     Share,
     copied_ahead,
-    plan_batch,
-    plan_windows,
+    read_windows,
     window_draws,
-    with_feed,
 )
 
 
@@ -39,7 +36,7 @@ def stream(num_sequences: int, seed: int, count: int) -> list[Draw]:
 
 def test_every_pass_reads_each_sequence_once_and_in_another_order() -> None:
     draws = stream(7, 0, 21)
-    passes = [[draw.index for draw in draws if draw.epoch == epoch] for epoch in range(3)]
+    passes = [[index for number, index in draws if number == epoch] for epoch in range(3)]
     assert all(sorted(each) == list(range(7)) for each in passes)
     assert len({tuple(each) for each in passes}) == 3
     assert stream(7, 1, 7) != draws[:7]
@@ -60,18 +57,18 @@ def test_a_step_reads_the_same_sequences_however_it_is_split(
 def test_anchors_depend_on_seed_pass_and_sequence_only(tmp_path: Path) -> None:
     sequences = make_sequences()
     run = make_run(tmp_path)
-    alone = read_batch(sequences, [Draw(0, 3)], run)
-    among = read_batch(sequences, [Draw(0, 1), Draw(0, 3)], run)
+    alone = read_batch(sequences, [(0, 3)], run)
+    among = read_batch(sequences, [(0, 1), (0, 3)], run)
     assert torch.equal(among.anchors_A[among.starts_A > 0] - LENGTHS[1], alone.anchors_A)
-    for draw, seed in ((Draw(1, 3), run.seed), (Draw(0, 3), run.seed + 1)):
+    for draw, seed in (((1, 3), run.seed), ((0, 3), run.seed + 1)):
         other = read_batch(sequences, [draw], run.model_copy(update={"seed": seed}))
         assert not torch.equal(other.anchors_A, alone.anchors_A)
 
 
 def test_a_batch_holds_its_sequences_in_one_row_without_padding(tmp_path: Path) -> None:
     sequences, run = make_sequences(), make_run(tmp_path)
-    alone = [read_batch(sequences, [Draw(0, index)], run) for index in (0, 1)]
-    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 1)], run)
+    alone = [read_batch(sequences, [(0, index)], run) for index in (0, 1)]
+    batch = read_batch(sequences, [(0, 0), (0, 1)], run)
     assert batch.indices == (0, 1)
     for name in ("ids_T", "taps_TLD", "last_hidden_TD"):
         assert torch.equal(getattr(batch, name), torch.cat([getattr(sequence, name) for sequence in sequences[:2]]))
@@ -89,11 +86,11 @@ def test_there_are_two_blocks_or_more_and_those_added_count_nothing(tmp_path: Pa
     sequences = make_sequences()
     for sequence in sequences:
         sequence.loss_mask_T[:] = False
-    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path))
+    batch = read_batch(sequences, [(0, 0), (0, 2)], make_run(tmp_path))
     assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0, 0], [0, 0])
     assert batch.slots.valid_AK.tolist() == [[False] * 4] * 2
     sequences[2].loss_mask_T[20:22] = True  # the first of them is an anchor
-    batch = read_batch(sequences, [Draw(0, 0), Draw(0, 2)], make_run(tmp_path))
+    batch = read_batch(sequences, [(0, 0), (0, 2)], make_run(tmp_path))
     assert (batch.starts_A.tolist(), batch.anchors_A.tolist()) == ([0, LENGTHS[0]], [0, LENGTHS[0] + 20])
     assert batch.slots.valid_AK.tolist() == [[False] * 4, [True, False, False, False]]
 
@@ -114,14 +111,18 @@ def test_float8_taps_are_what_they_were_rounded_to_when_the_draft_reads_them(tmp
         assert ours.last_hidden_TD.equal(theirs.last_hidden_TD)
 
 
-def test_windows_planned_ahead_are_the_windows_of_their_steps_in_order(tmp_path: Path) -> None:
+def test_windows_and_batches_read_ahead_are_those_of_their_steps_in_order(tmp_path: Path) -> None:
     run, sequences, share = make_run(tmp_path), make_sequences(), Share(2, 2, 0, 1)
     starts = share.starts(8, num_steps=11)
     assert (starts[0], starts[-1], len(starts)) == (8, 48, 11)
-    for start, window in zip(starts, plan_windows(sequences, run, share, starts), strict=True):
-        alone, plans = read_window(sequences, run, start, share), window.result()
-        assert [plan.indices for plan in plans] == [batch.indices for batch in alone]
-        assert all(torch.equal(a.anchors_A, b.anchors_A) for a, b in zip(plans, alone, strict=True))
+    for start, (window, feed) in zip(starts, read_windows(sequences, run, share, starts, CPU), strict=True):
+        alone, fed = read_window(sequences, run, start, share), [next(feed) for _ in window]
+        for plan, batch, expected in zip(window, fed, alone, strict=True):
+            assert plan.indices == batch.indices == expected.indices
+            for found in (plan, batch):
+                assert torch.equal(found.anchors_A, expected.anchors_A)
+            assert torch.equal(batch.taps_TLD, expected.taps_TLD)
+            assert torch.equal(batch.last_hidden_TD, expected.last_hidden_TD)
 
 
 def test_a_cpu_is_fed_the_very_batches_of_the_windows_and_none_before_it_is_asked_for(tmp_path: Path) -> None:
@@ -137,12 +138,6 @@ def test_a_cpu_is_fed_the_very_batches_of_the_windows_and_none_before_it_is_aske
         assert batch is given[count]
         assert len(taken) == count + 1
     assert len(taken) == 3
-
-
-def planned(window: Any) -> Future[list[Plan]]:
-    future = Future[list[Plan]]()
-    future.set_result(window)
-    return future
 
 
 def assert_no_thread() -> None:
@@ -164,11 +159,11 @@ def test_what_cannot_be_read_ends_the_run_at_its_own_step_and_no_earlier(tmp_pat
             return super().__getitem__(index)
 
     sequences, run, share = Damaged(make_sequences() * 2), make_run(tmp_path), Share(1, 2, 0, 1)
-    order = [draw.index for draw in stream(len(sequences), run.seed, 14)]
+    order = [index for _, index in stream(len(sequences), run.seed, 14)]
     fed: list[int] = []
 
     def read_all() -> None:
-        for window, feed in with_feed(plan_windows(sequences, run, share, share.starts(0, 7)), sequences, CPU):
+        for window, feed in read_windows(sequences, run, share, share.starts(0, 7), CPU):
             for _ in window:
                 fed.extend(next(feed).indices)
 
@@ -179,35 +174,21 @@ def test_what_cannot_be_read_ends_the_run_at_its_own_step_and_no_earlier(tmp_pat
     assert fed == order[: place if part == "states" else place // 2 * 2]
 
 
-def test_the_feed_of_windows_gives_their_batches_and_goes_on_behind_them(tmp_path: Path) -> None:
-    run, share, sequences = make_run(tmp_path), Share(1, 2, 0, 1), make_sequences()
-    read = [read_window(sequences, run, start, share) for start in (0, 2, 4)]
-    draws = [draws_of(sequences, run.seed, start, share) for start in (0, 2, 4)]
-    windows = [[plan_batch(sequences, each, run) for each in window] for window in draws]
-    given, fed = [], []
-    for window, feed in with_feed((planned(window) for window in windows), sequences, CPU):
-        given.append(window)
-        fed += [next(feed) for _ in window]
-    assert all(window is plans for window, plans in zip(given, windows, strict=True))
-    for found, expected in zip(fed, [batch for window in read for batch in window], strict=True):
-        assert found.indices == expected.indices
-        assert torch.equal(found.taps_TLD, expected.taps_TLD)
-        assert torch.equal(found.last_hidden_TD, expected.last_hidden_TD)
-
-
 def test_no_more_than_a_few_batches_are_read_ahead_of_the_one_in_use(tmp_path: Path) -> None:
     """A step of 64 micro-steps would take gigabytes."""
     read: list[int] = []
 
     class Counting(Sequences):
+        def text(self, index: int) -> tuple[Tensor, Tensor]:
+            return super().__getitem__(index).ids_T, super().__getitem__(index).loss_mask_T
+
         def __getitem__(self, index: Any) -> Any:
             read.append(index)
             return super().__getitem__(index)
 
     sequences, run = Counting(make_sequences() * 4), make_run(tmp_path)
-    windows = [[plan_batch(sequences, [Draw(0, index)], run) for index in range(20)]]
-    read.clear()
-    ahead = with_feed((planned(window) for window in windows), sequences, CPU)
+    share = Share(1, 20, 0, 1)
+    ahead = read_windows(sequences, run, share, share.starts(0, 1), CPU)
     _, feed = next(ahead)
     for count in range(5):
         next(feed)

@@ -11,7 +11,14 @@ from training_run import make_run
 from dspark import files
 from dspark.errors import CheckpointError
 from dspark.train import checkpoint
-from dspark.train.checkpoint import Progress, checkpoints, gather_state, load_checkpoint, save_checkpoint, use_average
+from dspark.train.checkpoint import (
+    Progress,
+    checkpoints,
+    finished_draft,
+    gather_state,
+    load_checkpoint,
+    save_checkpoint,
+)
 from dspark.train.optimizer import build_optimizer, keep_average
 from dspark.train.setup import fresh_draft
 
@@ -66,7 +73,7 @@ def test_the_average_takes_the_place_of_the_weights(tmp_path: Path) -> None:
     draft, optimizer = trained(tmp_path, ema_decay=0.5)
     weights = draft.fc.weight.clone()
     wanted = {name: optimizer.state[parameter]["ema"].clone() for name, parameter in draft.named_parameters()}
-    use_average(draft, optimizer)
+    assert finished_draft(draft, optimizer, make_run(tmp_path, ema_decay=0.5).train) is draft
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in draft.state_dict().items())
     assert not torch.equal(weights, draft.fc.weight)
 

@@ -14,7 +14,7 @@ from training_run import make_learner, make_sequences, read_batch, read_window, 
 from dspark.draft import backbone
 from dspark.errors import TrainingError
 from dspark.train import objective as room
-from dspark.train.batches import Batch, Draw, Share, copied_ahead
+from dspark.train.batches import Batch, Share, copied_ahead
 from dspark.train.objective import denominators
 from dspark.train.step import Learner, make_graphs, micro_step
 
@@ -143,7 +143,7 @@ def test_a_step_without_a_valid_slot_learns_nothing(tmp_path: Path) -> None:
     sequences = make_sequences()
     for sequence in sequences:
         sequence.loss_mask_T[:] = False
-    window = [read_batch(sequences, [Draw(0, index)], learner.run) for index in range(4)]
+    window = [read_batch(sequences, [(0, index)], learner.run) for index in range(4)]
     assert float(take_step(learner, window, step=2)["loss"][0]) == 0.0
     assert not gradients(learner).any()
 

@@ -15,13 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from training_run import Sequences, make_learner, make_sequences
 
 from dspark.train import timing
-from dspark.train.batches import Share, plan_windows, with_feed
+from dspark.train.batches import CPU, Share, read_windows
 from dspark.train.log import PooledMetrics, Row
 from dspark.train.step import train_step
 from dspark.train.timing import KINDS, Stopwatch
 
 SECONDS = 0.1
-CPU = torch.device("cpu")
 
 
 class SlowRecord(Sequences):
@@ -53,8 +52,8 @@ def row_with_a_sleep_in(part: str, folder: Path) -> Row:
         learner.optimizer.optimizer.register_step_pre_hook(lambda *_: time.sleep(8 * SECONDS))
     share = Share(1, 4, 0, 1)
     metrics = PooledMetrics(learner.stopwatch)
-    windows = plan_windows(record, learner.run, share, share.starts(0, num_steps=2))
-    for step, (window, feed) in enumerate(with_feed(windows, record, CPU)):
+    windows = read_windows(record, learner.run, share, share.starts(0, num_steps=2), CPU)
+    for step, (window, feed) in enumerate(windows):
         metrics.add(train_step(learner, window, step, feed))
         if part == "rest":
             time.sleep(4 * SECONDS)

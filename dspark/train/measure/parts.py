@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark.draft.model import DraftOutput
 from dspark.train import timing
-from dspark.train.batches import Record, plan_windows, share_of, with_feed
+from dspark.train.batches import Record, read_windows, share_of
 from dspark.train.log import PooledMetrics
 from dspark.train.objective import denominators
 from dspark.train.step import Learner, draft_blocks, gradient_exchange, judge_blocks, micro_step, train_step
@@ -26,9 +26,9 @@ class MicroStep:
     def __init__(self, learner: Learner, record: Record) -> None:
         self.learner, device = learner, learner.accelerator.device
         share = share_of(learner.accelerator, learner.run.train)
-        windows = plan_windows(record, learner.run, share, share.starts(0, 1), device)
-        with closing(with_feed(windows, record, device)) as window:
-            self.here = next(next(window)[1])
+        with closing(read_windows(record, learner.run, share, share.starts(0, 1), device)) as windows:
+            _, feed = next(windows)
+            self.here = next(feed)
         self.pooled = denominators(self.here.slots, learner.run.objective.decay_positions)
 
     @cached_property
@@ -80,7 +80,7 @@ def whole_steps(learner: Learner, record: Record) -> Iterator[Callable[[], None]
     run, device, share = learner.run, learner.accelerator.device, share_of(learner.accelerator, learner.run.train)
     starts = share.starts(0, timing.WARMUPS + timing.REPEATS)
     steps, metrics = count(), PooledMetrics(learner.stopwatch)
-    with closing(with_feed(plan_windows(record, run, share, starts, device), record, device)) as windows:
+    with closing(read_windows(record, run, share, starts, device)) as windows:
 
         def take() -> None:
             window, feed = next(windows)
