@@ -9,9 +9,9 @@ from dspark.config import DraftConfig, ObjectiveSection, RunConfig, TrainSection
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError, RecordError
 from dspark.record.format import Manifest
+from dspark.train.log import Stopwatch
 from dspark.train.optimizer import build_optimizer, keep_average
 from dspark.train.step import Learner
-from dspark.train.timing import Stopwatch
 
 SMALLEST_MASK_ROW = 1e-2
 """Least norm of the mask token's embedding, as a part of the median row's; below it the slots cannot be told apart."""

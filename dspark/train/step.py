@@ -16,9 +16,9 @@ from dspark.draft.model import DraftModel, DraftOutput
 from dspark.errors import TrainingError
 from dspark.kernels.transfer import onto
 from dspark.train.batches import Batch, Plan, blank_batch
+from dspark.train.log import Stopwatch
 from dspark.train.objective import Metrics, Teacher, denominators, objective, summed
 from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
-from dspark.train.timing import Stopwatch
 
 Priced = tuple[Tensor, Metrics]
 """A loss, and what to log of it."""

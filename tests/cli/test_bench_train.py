@@ -25,21 +25,21 @@ from dspark.distributed import start_accelerator
 from dspark.draft.anchors import BlockTargets
 from dspark.errors import ConfigError, DsparkError
 from dspark.record.order import ReadingOrder
-from dspark.train import timing
+from dspark.train import measure
 from dspark.train.batches import Batch, Share, window_draws
 from dspark.train.measure import (
     MicroStep,
     RandomRecord,
+    Timing,
     count_operations,
     least_bytes,
-    parts,
     random_learner,
+    time_calls,
     whole_steps,
 )
 from dspark.train.objective import Metrics
 from dspark.train.slots import lay_out
 from dspark.train.step import Learner, train_step
-from dspark.train.timing import Timing, time_calls
 
 ROOT = Path(__file__).parents[2]
 FLASH = ROOT / "configs" / "ling-3.0-flash.yaml"
@@ -51,7 +51,7 @@ TOKENS = 40
 def _a_fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    monkeypatch.setattr(timing, "REPEATS", 2)
+    monkeypatch.setattr(measure, "REPEATS", 2)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -175,7 +175,7 @@ def test_whole_steps_move_the_draft_and_read_the_record_in_training_s_order(
         drawn.extend(index for batch in window for index in batch.indices)
         return train_step(learner, window, place, feed)
 
-    monkeypatch.setattr(parts, "train_step", step)
+    monkeypatch.setattr(measure, "train_step", step)
     before = learner.draft.fc.weight.detach().clone()
     with whole_steps(learner, record) as take:
         time_calls(take, torch.device("cpu"))
@@ -188,7 +188,7 @@ def test_whole_steps_move_the_draft_and_read_the_record_in_training_s_order(
 def test_a_call_is_warmed_up_and_cleared_and_the_median_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = [0.0], []
     takes = iter([50.0, 60.0, 70.0, 9.0, 1.0, 2.0])  # three to warm up
-    monkeypatch.setattr(timing, "REPEATS", 3)
+    monkeypatch.setattr(measure, "REPEATS", 3)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def spend(name: str, seconds: float) -> None:
@@ -209,7 +209,7 @@ def test_all_rows_are_printed_and_written(config: Path, tmp_path: Path, monkeypa
         call()
         return Timing(50.0, 40.0, 60.0, None)
 
-    monkeypatch.setattr(door, "time_calls", in_50_ms)
+    monkeypatch.setattr(measure, "time_calls", in_50_ms)
     result = CliRunner().invoke(app, ["bench", "train", *given, "--set", "train.batch_size=2"])
     assert result.exit_code == 0, result.output
     report = json.loads(path.read_text())
@@ -236,7 +236,7 @@ def test_a_rate_is_compared_with_the_peak(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_in_one_line(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "measure", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(door, "time_rows", lambda *_: pytest.fail("it began"))
     for arguments, said in {
         ("--config", str(config), "--tokens", "513"): "--tokens 513",
         ("--config", "none.yaml"): "no such file",
@@ -256,7 +256,7 @@ def test_memory_that_runs_out_is_one_line(config: Path, monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
 
-    monkeypatch.setattr(door, "measure", fail)
+    monkeypatch.setattr(door, "time_rows", fail)
     error = bench("--config", str(config), "--tokens", str(TOKENS))
     assert isinstance(error, DsparkError)
     assert "no room on cpu: CUDA out of memory. Tried to allocate 2.00 GiB; give fewer --tokens" in str(error)

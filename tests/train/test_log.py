@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dspark.train.log import DECODED, PooledMetrics, append_row, describe, drop_rows_after
-from dspark.train.timing import Stopwatch
+from dspark.train.log import DECODED, PooledMetrics, Stopwatch, append_row, describe, drop_rows_after
 
 
 def stopwatch() -> Stopwatch:

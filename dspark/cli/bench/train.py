@@ -12,9 +12,8 @@ from dspark.cli.bench.report import Json, Report, line
 from dspark.config import RunConfig, load_run
 from dspark.distributed import leave, parent_command, start_accelerator
 from dspark.errors import ConfigError, DsparkError
-from dspark.train.measure import MicroStep, RandomRecord, count_operations, least_bytes, random_learner, whole_steps
+from dspark.train import measure
 from dspark.train.step import Learner
-from dspark.train.timing import Timing, time_calls
 from dspark.verifier.plan import free_bytes
 from dspark.verifier.timing import Clock, matmul_flops
 
@@ -40,7 +39,7 @@ def train(
     run = measured_run(config, tokens, accumulation, tuple(overrides or ()))
     os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator = start_accelerator(run.train, os.environ, parent_command())
-    device, need, free = accelerator.device, least_bytes(run), free_bytes(accelerator.device)
+    device, need, free = accelerator.device, measure.least_bytes(run), free_bytes(accelerator.device)
     if need > free:
         sizes = f"{need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
         raise DsparkError(f"bench train: {run.name} takes {sizes}")
@@ -57,7 +56,7 @@ def train(
         torch.cuda.empty_cache()
     sequences = run.train.batch_size * accumulation * accelerator.num_processes
     try:
-        measure(random_learner(accelerator, run), RandomRecord(run, sequences), report)
+        time_rows(measure.random_learner(accelerator, run), measure.RandomRecord(run, sequences), report)
     except torch.OutOfMemoryError as error:
         what = ". ".join(str(error).split(". ")[:2])
         raise DsparkError(f"bench train: no room on {device}: {what}; give fewer --tokens") from error
@@ -75,25 +74,25 @@ def measured_run(config: Path, tokens: int, accumulation: int, overrides: tuple[
     return load_run(config, (*before, *overrides, *after, "train.init_from=null", "train.trackers=[]"))
 
 
-def measure(learner: Learner, record: RandomRecord, report: Report) -> None:
+def time_rows(learner: Learner, record: measure.RandomRecord, report: Report) -> None:
     """All rows. DeepSpeed and FSDP, which take a step apart in their own way, have the whole step alone."""
     accelerator, run, device = learner.accelerator, learner.run, learner.accelerator.device
-    micro = MicroStep(learner, record)
-    flops = count_operations(run.draft, micro.here)
+    micro = measure.MicroStep(learner, record)
+    flops = measure.count_operations(run.draft, micro.here)
     report.update(blocks=len(micro.here.anchors_A), flops=flops)
     alone = None
     if accelerator.distributed_type not in {DistributedType.DEEPSPEED, DistributedType.FSDP}:
-        alone = time_calls(micro.whole, device, micro.clear)
+        alone = measure.time_calls(micro.whole, device, micro.clear)
         add(report, "micro-step, forward and backward", alone, sum(flops.values()))
-        loss = time_calls(micro.loss, device, micro.clear)
+        loss = measure.time_calls(micro.loss, device, micro.clear)
         add(report, "its loss alone, from hidden states", loss, sum(flops[kind] for kind in LOSS))
-        body = time_calls(micro.body, device, micro.clear)
+        body = measure.time_calls(micro.body, device, micro.clear)
         add(report, "its body alone", body, sum(flops[kind] for kind in BODY))
     micro.clear()
     del micro
     num_steps = run.train.accumulation_steps
-    with whole_steps(learner, record) as take:
-        step = time_calls(take, device)
+    with measure.whole_steps(learner, record) as take:
+        step = measure.time_calls(take, device)
     add(report, f"optimizer step of {num_steps}, with its data", step, num_steps * sum(flops.values()))
     tokens = num_steps * run.train.batch_size * run.record.max_tokens * accelerator.num_processes
     report["tokens_per_second"] = tokens / step.milliseconds * 1e3
@@ -102,7 +101,7 @@ def measure(learner: Learner, record: RandomRecord, report: Report) -> None:
     report.say(line("speed", report, num_steps))
 
 
-def add(report: Report, name: str, timing: Timing, flops: int) -> None:
+def add(report: Report, name: str, timing: measure.Timing, flops: int) -> None:
     """A row: its time, its operations against the peak of products measured before, its memory."""
     peak = report.get("matmul_flops_per_second")
     share = flops / timing.milliseconds * 1e3 / peak if peak else None

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training_run import Sequences, make_learner, make_sequences
 
-from dspark.train import timing
+from dspark.train import log
 from dspark.train.batches import CPU, Share, read_windows
-from dspark.train.log import PooledMetrics, Row
+from dspark.train.log import KINDS, PooledMetrics, Row, Stopwatch
 from dspark.train.step import train_step
-from dspark.train.timing import KINDS, Stopwatch
 
 SECONDS = 0.1
 
@@ -104,7 +103,7 @@ def test_waiting_for_gradients_of_others_is_communication(monkeypatch: pytest.Mo
         threading.Timer(SECONDS * is_slow, future.set_result, [bucket.buffer()]).start()
         return future
 
-    monkeypatch.setattr(timing, "allreduce_hook", late)
+    monkeypatch.setattr(log, "allreduce_hook", late)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     wrapped = DistributedDataParallel(model)
     stopwatch = Stopwatch(CPU, wrapped)
