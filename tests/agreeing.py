@@ -9,8 +9,8 @@ from dspark.config import ObjectiveSection
 from dspark.draft.anchors import BlockTargets, gather_positions, slot_positions
 from dspark.draft.model import DraftModel, DraftOutput
 from dspark.train import objective as room
+from dspark.train.batches import PIECE_NUMBERS, Batch, lay_out
 from dspark.train.objective import Agreement, Metrics
-from dspark.train.slots import PIECE_NUMBERS, lay_out
 
 
 class Teacher(NamedTuple):
@@ -31,7 +31,9 @@ def objective(
 ) -> tuple[Tensor, Metrics]:
     """The room's, with the slots laid out as for training on a CPU."""
     slots = lay_out(targets, teacher.anchors_A, PIECE_NUMBERS["cpu"], len(teacher.head_VD))
-    return room.objective(output, room.Teacher(*teacher[:2]), slots, section, weight, pooled)
+    nothing, states_TD = torch.zeros(0), teacher.last_hidden_TD
+    here = Batch(nothing, nothing, nothing, teacher.anchors_A, slots, (), nothing, states_TD)
+    return room.objective(output, teacher.head_VD, here, section, weight, pooled)
 
 
 def compare(draft_AKV: Tensor, teacher_AKV: Tensor, label_ids_AK: Tensor) -> Agreement:

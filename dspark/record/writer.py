@@ -72,14 +72,11 @@ class ShardWriter:
         self.leases.release(self.index)
 
     def _write(self, parts: list[memoryview], begin: int) -> None:
-        while parts:
-            with self._telling():
-                written = os.pwritev(self._file, parts, begin)  # two GB at a time, or what there is room for
-            begin += written
-            while parts and written >= len(parts[0]):
-                written -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][written:]
+        with self._telling():
+            for part in parts:
+                while part:
+                    written = os.pwrite(self._file, part, begin)  # two GB at a time, or what there is room for
+                    begin, part = begin + written, part[written:]
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

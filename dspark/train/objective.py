@@ -13,7 +13,7 @@ from dspark.config import ObjectiveSection
 from dspark.draft.anchors import BlockTargets
 from dspark.draft.model import SAME_GRAPHS, DraftOutput
 from dspark.kernels.agreement import Figures, Piece, Scales, Slopes, Weights, judge, slopes
-from dspark.train.slots import Slots
+from dspark.train.batches import Batch, Slots
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 EPSILON = 1e-6
@@ -40,16 +40,6 @@ class Agreement(NamedTuple):
     divergence_AK: Tensor
     acceptance_AK: Tensor
     agrees_AK: Tensor
-
-
-class Teacher(NamedTuple):
-    """What the target says: its head, and its last hidden states at the positions of the batch.
-
-    The teacher of slot j of the block anchored at p is the state at p + j, which predicts p + j + 1.
-    """
-
-    head_VD: Tensor
-    last_hidden_TD: Tensor
 
 
 def slot_weights(valid_AK: Tensor, decay_positions: float) -> Tensor:
@@ -111,13 +101,15 @@ def expected_acceptance_ratio(agreement: Agreement, valid_AK: Tensor) -> Tensor:
 
 def objective(
     output: DraftOutput,
-    teacher: Teacher,
-    slots: Slots,
+    head_VD: Tensor,
+    here: Batch,
     section: ObjectiveSection,
     acceptance_weight: float,
     pooled: Tensor,
 ) -> tuple[Tensor, Metrics]:
-    """The training loss of one micro-step and what to log of it.
+    """The training loss of what the draft said about a batch, and what to log of it; head_VD is the target's.
+
+    The teacher of slot j of the block anchored at p is the last hidden state at p + j, which predicts p + j + 1.
 
     Every slot term is sum(weight * term) / (pooled[0] + 1e-6). The acceptance term is the sum over blocks with a valid
     slot of 1 - E / block_size, divided by pooled[1]; E counts valid slots only and block_size is the full width, so a
@@ -127,12 +119,12 @@ def objective(
     over ranks and window. acceptance_weight is section.acceptance_length after its warm-up; it may be 0.
     Returns: the scalar loss, and detached (numerator, denominator) pairs of this micro-step to sum before dividing.
     """
-    device = output.hidden_AKD.device
+    slots, device = here.slots, output.hidden_AKD.device
     weigh, score = (fused(part, device) for part in (scales, total))
     dtype = torch.promote_types(output.markov_VR.dtype, torch.float32)
     weights_AK, local_weight, scale = weigh(slots.valid_AK, pooled, section.decay_positions, acceptance_weight, dtype)
     hidden_ND, mixed_NR = (x.flatten(0, 1)[slots.places_N] for x in (output.hidden_AKD, output.mixed_AKR))
-    tables = (teacher.head_VD, output.markov_VR, teacher.last_hidden_TD[slots.teachers_M])
+    tables = (head_VD, output.markov_VR, here.last_hidden_TD[slots.teachers_M])
     pieces = [Piece(rows, teachers, slots.teacher_rows_N[rows]) for rows, teachers, _ in slots.pieces]
     block_rows = {rows.start: slots.block_rows_A1[blocks.start : blocks.stop + 1] for rows, _, blocks in slots.pieces}
     terms = (section.cross_entropy, section.forward_kl, section.total_variation, section.decay_positions)

@@ -15,8 +15,6 @@ from dspark.train.checkpoint import checkpoints
 
 RUN, PROVENANCE, BEST = "run.yaml", "provenance.json", "best"
 RECORD = "record_manifest_sha256"
-FINGERPRINTS = {"target_fingerprint", "template_fingerprint"}
-"""What a draft's origin tells of the record's."""
 SAME_WHEN_RESUMED = ("seed", "draft", "objective", "train.optimizer", "train.ema_decay")
 
 

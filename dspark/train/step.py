@@ -17,7 +17,7 @@ from dspark.errors import TrainingError
 from dspark.kernels.transfer import onto
 from dspark.train.batches import Batch, Plan, blank_batch
 from dspark.train.log import Stopwatch
-from dspark.train.objective import Metrics, Teacher, denominators, objective, summed
+from dspark.train.objective import Metrics, denominators, objective, summed
 from dspark.train.optimizer import acceptance_weight, learning_rate, set_learning_rate
 
 Priced = tuple[Tensor, Metrics]
@@ -114,11 +114,10 @@ def draft_blocks(draft: nn.Module, here: Batch) -> DraftOutput:
 
 def judge_blocks(learner: Learner, output: DraftOutput, here: Batch, pooled: Tensor, step: int) -> Priced:
     """The loss of what the draft said about a batch and what to log of it, as ``objective``."""
-    section = learner.run.objective
-    assert learner.draft.head_VD is not None
-    teacher = Teacher(learner.draft.head_VD, here.last_hidden_TD)
+    section, head_VD = learner.run.objective, learner.draft.head_VD
+    assert head_VD is not None
     with learner.accelerator.autocast():
-        return objective(output, teacher, here.slots, section, acceptance_weight(step, section), pooled)
+        return objective(output, head_VD, here, section, acceptance_weight(step, section), pooled)
 
 
 def gradient_exchange(learner: Learner, is_last: bool) -> AbstractContextManager[None]:

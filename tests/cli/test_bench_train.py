@@ -26,7 +26,7 @@ from dspark.draft.anchors import BlockTargets
 from dspark.errors import ConfigError, DsparkError
 from dspark.record.order import ReadingOrder
 from dspark.train import measure
-from dspark.train.batches import Batch, Share, window_draws
+from dspark.train.batches import Batch, Share, lay_out, window_draws
 from dspark.train.measure import (
     MicroStep,
     RandomRecord,
@@ -38,7 +38,6 @@ from dspark.train.measure import (
     whole_steps,
 )
 from dspark.train.objective import Metrics
-from dspark.train.slots import lay_out
 from dspark.train.step import Learner, train_step
 
 ROOT = Path(__file__).parents[2]

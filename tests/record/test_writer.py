@@ -129,7 +129,7 @@ def test_a_full_disk_is_foreseen_before_anything_is_written(tmp_path: Path, monk
     start_record(tmp_path / "record", describe(make_sequences()), capacity_shards=1)
 
 
-@pytest.mark.parametrize("where", ["pwritev", "fdatasync"])
+@pytest.mark.parametrize("where", ["pwrite", "fdatasync"])
 def test_a_disk_that_fails_keeps_what_is_complete(
     tmp_path: Path, record: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

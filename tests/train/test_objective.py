@@ -16,6 +16,7 @@ from dspark.draft.anchors import BlockTargets
 from dspark.draft.confidence import ConfidenceHead
 from dspark.draft.model import DraftOutput
 from dspark.train import objective as room
+from dspark.train.batches import PIECE_NUMBERS
 from dspark.train.objective import (
     Agreement,
     Metrics,
@@ -28,7 +29,6 @@ from dspark.train.objective import (
     slot_weights,
     total_variation,
 )
-from dspark.train.slots import PIECE_NUMBERS
 
 DEEPSPEC = ObjectiveSection(**LOSSES)
 EVERYTHING = ObjectiveSection(cross_entropy=0.3, forward_kl=1.0, total_variation=0.7, confidence=1.0)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from dspark.draft.anchors import BlockTargets, slot_positions
 from dspark.kernels.agreement.reference import length_slopes
+from dspark.train.batches import Slots, lay_out
 from dspark.train.objective import _expected_length
-from dspark.train.slots import Slots, lay_out
 
 VOCAB_SIZE, NUM_TOKENS = 11, 30
 
