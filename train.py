@@ -168,13 +168,12 @@ def build_draft(run: RunConfig, reader: RecordReader) -> DraftModel:
 def progress_bar(run: RunConfig, done: int, is_main: bool) -> Iterator[Callable[..., None]]:
     """A bar on the main process; yields ``show(line, step=None)``, which prints above it and moves it."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(soft_wrap=True), disable=not is_main) as progress:
+    with Progress(*columns, console=Console(soft_wrap=True, quiet=not is_main), disable=not is_main) as progress:
         task = progress.add_task(run.name, total=run.train.steps, completed=done)
 
         def show(line: str, step: int | None = None) -> None:
-            if is_main:
-                progress.console.print(line, highlight=False)
-                progress.update(task, completed=step)
+            progress.console.print(line, highlight=False)
+            progress.update(task, completed=step)
 
         yield show
 

@@ -79,7 +79,11 @@ def read_layout(folder: Path, num_target_layers: int | None = None) -> tuple[Dra
     absent = sorted(key for key in needed if key not in known)
     if absent:
         raise ConfigError(f"{path}: {', '.join(absent)} missing at the top level; runtimes and we never assume it")
-    return validated(DraftConfig, known, path, is_strict=True), layout
+    config = validated(DraftConfig, known, path, is_strict=True)
+    kinds, layers = tree.get("layer_types"), ["full_attention"] * config.num_hidden_layers
+    if kinds not in (None, layers):
+        raise ConfigError(f"{path}: layer_types is {kinds}, expected {layers}")
+    return config, layout
 
 
 def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:
@@ -89,10 +93,5 @@ def _refuse_other_networks(path: Path, tree: dict[str, Any]) -> None:
     for key, values in _LAYOUT["understood"].items():
         if tree.get(key) not in values:
             raise ConfigError(f"{path}: {key} is {tree[key]!r}, only {values[0]!r} is supported in a DSpark draft")
-    kinds = tree.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * len(kinds if isinstance(kinds, list) else ()):
-        raise ConfigError(f"{path}: layer_types holds {kinds}, only full_attention is supported")
-    if kinds is not None and len(kinds) != tree.get("num_hidden_layers"):
-        raise ConfigError(f"{path}: layer_types has {len(kinds)} entries, not num_hidden_layers")
     if (tree.get("draft_vocab_size") or tree.get("vocab_size")) != tree.get("vocab_size"):
         raise ConfigError(f"{path}: draft_vocab_size {tree['draft_vocab_size']} differs from vocab_size")

@@ -43,7 +43,8 @@ def gather_state(draft: nn.Module, optimizer: Any) -> tuple[Tensors, Tensors]:
         else:
             state = next(iter(optimizer.optimizer.optimizer.state.values()))
             names = [moment for moment in (*ADAMW, EMA) if moment in state]
-            sums = [sum_over_ranks(_unflatten(parameter, piece)) for piece in _slices(parameter, optimizer, names)]
+            pieces, begin = _slices(parameter, optimizer, names)
+            sums = [sum_over_ranks(_unflatten(parameter, piece, begin)) for piece in pieces]
             parameters[name], found = _on_cpu(sums[0]), dict(zip(names, sums[1:], strict=True))
         moments |= {f"{moment}.{name}": _on_cpu(tensor) for moment, tensor in found.items() if moment != "step"}
     return parameters, moments
@@ -118,28 +119,24 @@ def load_checkpoint(place: Path, draft: nn.Module, optimizer: Any) -> Progress:
                 if ADAMW[0] in found:  # Muon counts no steps
                     optimizer.state[parameter]["step"] = torch.tensor(float(progress.step), device=parameter.device)
             else:
-                slices = _slices(parameter, optimizer, names[name], progress.step)
-                for piece, value in zip(slices, [parameters[name], *found.values()], strict=True):
-                    piece.own.copy_(value.flatten()[piece.begin : piece.begin + len(piece.own)])
+                pieces, begin = _slices(parameter, optimizer, names[name], progress.step)
+                for piece, value in zip(pieces, [parameters[name], *found.values()], strict=True):
+                    piece.copy_(value.flatten()[begin : begin + len(piece)])
     return progress
 
 
-class _Slice(NamedTuple):
-    """This rank's part of a flattened tensor: ``own`` is a view of it, ``begin`` its first element's place."""
-
-    own: Tensor
-    begin: int
-
-
-def _slices(parameter: Any, optimizer: Any, moments: Sequence[str], step: int | None = None) -> list[_Slice]:
-    """This rank's slices of value and moments in ZeRO's flat float32 partitions.
+def _slices(
+    parameter: Any, optimizer: Any, moments: Sequence[str], step: int | None = None
+) -> tuple[list[Tensor], int]:
+    """This rank's slices of value and moments in ZeRO's flat float32 partitions, views of them, and where in the
+    flattened parameter they begin.
 
     DeepSpeed's own functions fail for the second parameter group (0.19.8): it links the moments of all groups after the
     first group's step. ``step`` makes the moments of a fresh optimizer exist.
     """
     mapping = parameter._hp_mapping
     if mapping is None:
-        return [_Slice(torch.zeros(0, device=parameter.device), 0)] * (1 + len(moments))
+        return [torch.zeros(0, device=parameter.device)] * (1 + len(moments)), 0
     flat = optimizer.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
     state = optimizer.optimizer.optimizer.state[flat]
     if step is not None and not state:
@@ -147,13 +144,13 @@ def _slices(parameter: Any, optimizer: Any, moments: Sequence[str], step: int | 
         state |= {moment: torch.zeros_like(flat) for moment in moments}
     begin, length = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
     parts = [flat, *(state[moment] for moment in moments)]
-    return [_Slice(part.detach()[begin : begin + length], mapping.lp_fragment_address.start) for part in parts]
+    return [part.detach()[begin : begin + length] for part in parts], mapping.lp_fragment_address.start
 
 
-def _unflatten(parameter: nn.Parameter, piece: _Slice) -> Tensor:
+def _unflatten(parameter: nn.Parameter, piece: Tensor, begin: int) -> Tensor:
     """A tensor of the parameter's shape with this rank's slice filled in and zeros elsewhere."""
     whole = torch.zeros(parameter.numel(), device=parameter.device)
-    whole[piece.begin : piece.begin + len(piece.own)] = piece.own
+    whole[begin : begin + len(piece)] = piece
     return whole.view(parameter.shape)
 
 

@@ -162,6 +162,7 @@ class MicroStep:
             _, feed = next(windows)
             self.here = next(feed)
         self.pooled = denominators(self.here.slots, learner.run.objective.decay_positions)
+        self.step = learner.run.objective.acceptance_warmup_steps  # the first with all of every term
 
     @cached_property
     def output(self) -> DraftOutput:
@@ -185,12 +186,12 @@ class MicroStep:
 
     def whole(self) -> Tensor:
         """Forward and backward, as ``train_step`` does them. Returns: the loss."""
-        loss, _ = micro_step(self.learner, self.here, self.pooled, self._step, is_last=False)
+        loss, _ = micro_step(self.learner, self.here, self.pooled, self.step, is_last=False)
         return loss
 
     def loss(self) -> Tensor:
         """From what the draft said to the loss and the gradients of hidden, mixed, markov and confidence logits."""
-        loss, _ = judge_blocks(self.learner, self.output, self.here, self.pooled, self._step)
+        loss, _ = judge_blocks(self.learner, self.output, self.here, self.pooled, self.step)
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -198,10 +199,6 @@ class MicroStep:
         """The draft alone: forward, and backward from a random gradient of what it says."""
         with gradient_exchange(self.learner, is_last=False):
             torch.autograd.backward(_own_tensors(draft_blocks(self.learner.wrapped, self.here)), self.pulls)
-
-    @property
-    def _step(self) -> int:
-        return self.learner.run.objective.acceptance_warmup_steps
 
 
 @contextmanager

@@ -192,7 +192,7 @@ def test_tables_of_its_own_are_refused_unless_asked_for_and_then_read(tmp_path: 
         ("deepspec", {"dspark_config": {"dspark_block_size": 4}}, r"block_size is ambiguous"),
         ("deepspec", {"aux_hidden_state_layer_ids": [1, 2, 3]}, r"target_layer_ids is ambiguous"),
         ("deepspec", {"causal": True}, r"is_causal is True"),
-        ("deepspec", {"layer_types": ["full_attention"]}, r"layer_types has 1 entries"),
+        ("deepspec", {"layer_types": ["full_attention"]}, r"layer_types is \['full_attention'\], expected"),
         ("deepspec", {"final_logit_softcapping": 30}, r"final_logit_softcapping is 30"),
         ("deepspec", {"rope_parameters": {"rope_type": "linear", "type": "yarn"}}, r"rope_type is ambiguous"),
         ("deepspec", {"rope_parameters": YARN | {"attention_factor": math.nan}}, r"rope_scaling must be"),
