@@ -136,16 +136,13 @@ def read_windows(record: Record, run: RunConfig, share: Share, starts: range, de
     def plan(start: int) -> list[Plan]:
         return [plan_batch(record, each, run, device) for each in window_draws(order, start, share)]
 
+    def read(part: tuple[Future[list[Plan]], int]) -> Batch:
+        window, place = part
+        return fill(record, window.result()[place], device)
+
     windows = started_ahead(plan, starts)
     ours, theirs = tee(windows)
-
-    def plans() -> Iterator[Plan]:
-        for window in theirs:
-            if window.exception():
-                return
-            yield from window.result()
-
-    reading = started_ahead(partial(fill, record, device=device), plans())
+    reading = started_ahead(read, ((window, place) for window in theirs for place in range(share.accumulation_steps)))
     with closing(windows), closing(reading), closing(copied_ahead(reading, device)) as feed:
         for window in ours:
             yield window.result(), feed

@@ -2,20 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from dspark.config import PROBE_TOKENS, RunConfig, load_run, save_run
 from dspark.errors import ConfigError
-from dspark.files import file_sha256, write_whole
+from dspark.files import differences, file_sha256, write_whole
 from dspark.provenance import describe_launch
 from dspark.train.checkpoint import checkpoints
 
 RUN, PROVENANCE, BEST = "run.yaml", "provenance.json", "best"
 RECORD = "record_manifest_sha256"
-SAME_WHEN_RESUMED = ("seed", "draft", "objective", "train.optimizer", "train.ema_decay")
 
 
 def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -> None:
@@ -36,19 +33,23 @@ def check_run_folder(run: RunConfig, launch: dict[str, Any], is_resumed: bool) -
     for place in checkpoints(folder / "checkpoints")[-1:]:
         if int(place.name.removeprefix("step-")) > run.train.steps:
             raise ConfigError(f"{place}: has done more than train.steps {run.train.steps}; raise train.steps to go on")
-    trees = load_run(path).model_dump(mode="json"), run.model_dump(mode="json")
-    pairs = [(name, *(reduce(getitem, name.split("."), tree) for tree in trees)) for name in SAME_WHEN_RESUMED]
-    if (folder / BEST).is_dir():
-        before, now = _probe_facts(load_run(path)), _probe_facts(run)
-        pairs += [(name, before[name], now[name]) for name in now]
-    for name, there, here in [*pairs, (RECORD, last_launch(folder)[RECORD], launch[RECORD])]:
-        if there != here:
-            raise ConfigError(f"{path}: {name} is {there} there and {here} now; choose another train.folder")
+    has_best = (folder / BEST).is_dir()
+    made = _lasting_facts(load_run(path), has_best) | {RECORD: last_launch(folder)[RECORD]}
+    if told := differences(made, _lasting_facts(run, has_best) | {RECORD: launch[RECORD]}):
+        raise ConfigError(f"{path}: made with {told}; choose another train.folder")
 
 
-def _probe_facts(run: RunConfig) -> dict[str, Any]:
-    """What the texts of a probe depend on beside the seed and the draft."""
-    return {
+def _lasting_facts(run: RunConfig, has_best: bool) -> dict[str, Any]:
+    """What stays from a run's first launch to its last: seed, draft, objective, and what else its state depends on; and
+    where a best draft was chosen, what the texts of a probe depend on.
+    """
+    facts: dict[str, Any] = {"seed": run.seed}
+    facts |= {f"draft.{name}": value for name, value in run.draft}
+    facts |= {f"objective.{name}": value for name, value in run.objective}
+    facts |= {"train.optimizer": run.train.optimizer, "train.ema_decay": run.train.ema_decay}
+    if not has_best:
+        return facts
+    return facts | {
         "train.probe_prompts": run.train.probe_prompts,
         "the first of eval.tasks": next(iter(run.eval.tasks), None),
         "the length of a probe's texts": min(PROBE_TOKENS, run.eval.max_new_tokens),

@@ -8,6 +8,7 @@ from torch import Tensor
 from dspark.config import DraftConfig, ObjectiveSection, RunConfig, TrainSection
 from dspark.draft.model import DraftModel
 from dspark.errors import ConfigError, RecordError
+from dspark.files import differences
 from dspark.record.format import Manifest
 from dspark.train.log import Stopwatch
 from dspark.train.optimizer import build_optimizer, keep_average
@@ -18,14 +19,12 @@ SMALLEST_MASK_ROW = 1e-2
 
 
 def check_record(manifest: Manifest, draft: DraftConfig, target_fingerprint: str) -> None:
-    """Refuse a record of another target, or with other taps than the draft reads. Raises: RecordError naming both."""
-    if manifest.target_fingerprint != target_fingerprint:
-        made = f"{manifest.target} with fingerprint {manifest.target_fingerprint}"
-        raise RecordError(f"the record was made from {made}, the run's target has {target_fingerprint}; record again")
-    for name in ("target_layer_ids", "hidden_size", "vocab_size"):
-        recorded, wanted = getattr(manifest, name), getattr(draft, name)
-        if recorded != wanted:
-            raise RecordError(f"the record holds {name} {recorded}, the run's draft.{name} is {wanted}; record again")
+    """Refuse a record of another target, or with other taps than the draft reads.
+    Raises: RecordError naming every difference.
+    """
+    wanted = draft.model_dump(include={"target_layer_ids", "hidden_size", "vocab_size"})
+    if told := differences(manifest.model_dump(), wanted | {"target_fingerprint": target_fingerprint}):
+        raise RecordError(f"the record of {manifest.target} was made with {told}; mend the run, or record again")
 
 
 def average_note(section: TrainSection) -> str:
@@ -67,11 +66,8 @@ def prepare(accelerator: Accelerator, draft: DraftModel, run: RunConfig) -> Lear
     """Hand the draft, bound to the target's tables, and its optimizer to accelerate: devices, precision, processes.
     Raises: ConfigError when the draft's architecture is not the run's.
     """
-    differing = [name for name, value in draft.config if value != getattr(run.draft, name)]
-    if differing:
-        name, source = differing[0], f"train.init_from {run.train.init_from}"
-        there, here = getattr(draft.config, name), getattr(run.draft, name)
-        raise ConfigError(f"{source}: {name} is {there} there and {here} in the run")
+    if told := differences(dict(draft.config), dict(run.draft)):
+        raise ConfigError(f"train.init_from {run.train.init_from}: a draft of {told}; mend the run's draft")
     draft.train().requires_grad_(True)
     draft.activation_checkpointing = run.train.activation_checkpointing
     if accelerator.device.type == "cuda":
