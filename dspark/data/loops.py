@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 COPIES, LEAST_TOKENS = 3, 96
-_SURE = LEAST_TOKENS * (COPIES - 1) // COPIES
-"""Tokens at the end that every loop says once more before."""
 
 
 def ends_in_loop(ids: Sequence[int]) -> bool:
@@ -15,20 +14,13 @@ def ends_in_loop(ids: Sequence[int]) -> bool:
 
     Lists, tables and code repeat with differences, or for a few lines; what is counted here is exact, at the very end,
     and so long that the target has nothing else to say. A run of any length counts, since a paragraph may be repeated.
-    The last 64 tokens of a loop stand once more where its last run begins one run earlier, so they are looked up first
-    (a search of bytes); only where they are found is more compared. Ordinary text costs some microseconds.
+    Only where the last token stood before is more compared, so ordinary text costs a fraction of a millisecond.
     """
-    if len(ids) < LEAST_TOKENS:
-        return False
-    ids_N = np.array(ids, dtype="<i4")
-    content, size = ids_N.tobytes(), ids_N.itemsize
-    tail, end = content[-_SURE * size :], len(content) - 1
-    while (place := content.rfind(tail, 0, end)) >= 0:
-        end = place + len(tail) - 1
-        period = (len(content) - len(tail) - place) // size
-        num_repeated = max((COPIES - 1) * period, LEAST_TOKENS - period)
-        if period + num_repeated <= len(ids_N):
-            last_M, before_M = ids_N[-num_repeated:], ids_N[-num_repeated - period : -period]
-            if np.array_equal(last_M, before_M):
-                return True
-    return False
+    ids_N = np.array(ids)
+    periods = len(ids_N) - 1 - np.flatnonzero(ids_N[:-1] == ids_N[-1:])
+    return any(_is_loop(ids_N, period) for period in reversed(periods.tolist()))
+
+
+def _is_loop(ids_N: NDArray[np.int64], period: int) -> bool:
+    length = max(COPIES * period, LEAST_TOKENS)
+    return length <= len(ids_N) and np.array_equal(ids_N[period - length :], ids_N[-length:-period])

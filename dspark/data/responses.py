@@ -204,14 +204,12 @@ def open_responses(
     Raises: RecordError naming the line that is not a row, or a file that does not hold every response; PromptError for
     rows of more than ``max_tokens``, unless they are left out.
     """
-    columns, counts, begin = array("q"), Counter[str](), 0
+    columns, counts = array("q"), Counter[str]()
     prompts_sha256, text_sha256 = hashlib.sha256(), hashlib.sha256()
 
-    def take(numbered: tuple[int, bytes]) -> None:
-        nonlocal begin
-        number, line = numbered
-        row, place = parse_row(Row, f"{path}:{number}", line), (begin, begin + len(line), number)
-        begin += len(line)
+    def take(numbered: tuple[int, int, bytes]) -> None:
+        number, begin, line = numbered
+        row = parse_row(Row, f"{path}:{number}", line)
         add_to_digest(prompts_sha256, np.array(row.prompt_ids, dtype=np.int64))
         if row.finish_reason in UNUSABLE:
             return
@@ -223,7 +221,7 @@ def open_responses(
             raise RecordError(f"{path}:{number}: found the token id {most}, expected at most {vocab_size - 1}")
         add_to_digest(text_sha256, ids_T)
         add_to_digest(text_sha256, loss_mask_T)
-        columns.extend((*place, len(ids_T), int(loss_mask_T.sum())))
+        columns.extend((begin, begin + len(line), number, len(ids_T), int(loss_mask_T.sum())))
 
     for _ in encode_each(lines_of(path), take, counts, is_leaving_out=is_leaving_out):
         pass
@@ -278,18 +276,16 @@ def _open_header(header: ResponsesHeader, path: Path, journal: Path) -> None:
 def _read_journal(journal: Path, num_prompts: int, kinds: Counter[str]) -> NDArray[np.int64]:
     """Where each row's line begins, in bytes (-1: not there); what a kill left of a last line is cut."""
     offsets_S = np.full(num_prompts, -1, dtype=np.int64)
-    end = 0
-    for number, line in lines_of(journal) if journal.is_file() else ():
+    for number, begin, line in lines_of(journal) if journal.is_file() else ():
         if not line.endswith(b"\n"):
-            os.truncate(journal, end)
+            os.truncate(journal, begin)
             break
         row, _, text = line.partition(b" ")
         kinds.update(_kinds(parse_row(Row, f"{journal}:{number}", text)))
         if not row.isdigit() or len(row) > 18 or int(row) >= num_prompts or offsets_S[int(row)] >= 0:
             found = f"{row!r:.40} is no row, or one that was there before"
             raise RecordError(f"{journal}:{number}: {found}; delete this line")
-        offsets_S[int(row)] = end
-        end += len(line)
+        offsets_S[int(row)] = begin
     return offsets_S
 
 

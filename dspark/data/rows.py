@@ -116,15 +116,18 @@ def parse_row(model: type[RowT], place: str, line: bytes) -> RowT:
     return read_back(model, line, place, hint, "not a response ({})")
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Every line of a file with its number, from 1."""
+def lines_of(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Every line of a file with its number, from 1, and where it begins, in bytes."""
+    begin = 0
     with open(path, "rb") as file:
-        yield from enumerate(file, 1)
+        for number, line in enumerate(file, 1):
+            yield number, begin, line
+            begin += len(line)
 
 
 def rows_of(path: Path, model: type[RowT]) -> Iterator[RowT]:
     """Every row of a file, in order. Raises: as ``parse_row``."""
-    return (parse_row(model, f"{path}:{number}", line) for number, line in lines_of(path))
+    return (parse_row(model, f"{path}:{number}", line) for number, _, line in lines_of(path))
 
 
 class Lines(Sequence[ItemT]):
@@ -159,15 +162,14 @@ class Prompts(Lines[RowT]):
     """
 
     def __init__(self, path: Path, model: type[RowT]) -> None:
-        num_tokens, temperatures, ends, sha256 = array("i"), array("d"), array("q", [0]), hashlib.sha256()
-        for number, line in lines_of(path):
+        num_tokens, temperatures, places, sha256 = array("i"), array("d"), array("q"), hashlib.sha256()
+        for number, begin, line in lines_of(path):
             row = parse_row(model, f"{path}:{number}", line)
             add_to_digest(sha256, np.array(row.prompt_ids, dtype=np.int64))
             num_tokens.append(len(row.prompt_ids))
             temperatures.append(np.nan if row.temperature is None else row.temperature)
-            ends.append(ends[-1] + len(line))
-        ends_S1 = np.array(ends, dtype=np.int64)
-        super().__init__(path, np.stack((ends_S1[:-1], ends_S1[1:]), 1))
+            places.extend((begin, begin + len(line)))
+        super().__init__(path, np.frombuffer(places, dtype=np.int64).reshape(-1, 2))
         self.model, self.sha256 = model, sha256.hexdigest()
         self.num_tokens_S, self.temperatures_S = np.array(num_tokens, dtype=np.int32), np.array(temperatures)
 

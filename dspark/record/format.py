@@ -23,6 +23,7 @@ Numbers of float64 come before those of float32.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -186,14 +187,11 @@ def shard_name(index: int) -> str:
 
 def group_by_tokens(lengths: Iterable[int], budget_tokens: int) -> list[range]:
     """Cut a list of sequences into runs of at most ``budget_tokens`` tokens; a longer sequence stands alone."""
-    groups: list[range] = []
-    start = total = stop = 0
-    for index, length in enumerate(lengths):
-        if index > start and total + length > budget_tokens:
-            groups.append(range(start, index))
-            start, total = index, 0
-        total, stop = total + length, index + 1
-    return [*groups, range(start, stop)] if stop else []
+    ends, start, groups = [0, *accumulate(lengths)], 0, list[range]()
+    while start < len(ends) - 1:
+        groups.append(range(start, max(start + 1, bisect_right(ends, ends[start] + budget_tokens) - 1)))
+        start = groups[-1].stop
+    return groups
 
 
 def plan_shards(num_tokens: Sequence[int], num_supervised: Sequence[int], shard_tokens: int) -> tuple[Shard, ...]:

@@ -143,7 +143,7 @@ def drop_rows_after(folder: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise CheckpointError(f"{path}:{number}: not a row of the log; delete this line and resume") from error
-            is_kept = False
+            break
         if is_kept:
             kept.append(line.decode() + "\n")
     write_whole(path, "".join(kept))
