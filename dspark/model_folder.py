@@ -29,7 +29,6 @@ class Checkpoint:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self._stored: dict[str, str] = {}
-        self.files: tuple[Path, ...]
         self._file_of, self.files = _locate(self.folder)
         sought = {file: name for name, file in reversed(self._file_of.items())}
         self._open = {file: _open(file, sought.get(file, "every tensor")) for file in self.files}

@@ -196,9 +196,8 @@ def group_by_tokens(lengths: Iterable[int], budget_tokens: int) -> list[range]:
 
 def plan_shards(num_tokens: Sequence[int], num_supervised: Sequence[int], shard_tokens: int) -> tuple[Shard, ...]:
     """What the shards of sequences of so many tokens, in this order, will hold."""
-    groups = group_by_tokens(num_tokens, shard_tokens)
-    parts = [slice(group.start, group.stop) for group in groups]
-    return tuple(Shard(len(g), sum(num_tokens[p]), sum(num_supervised[p])) for g, p in zip(groups, parts, strict=True))
+    parts = [slice(group.start, group.stop) for group in group_by_tokens(num_tokens, shard_tokens)]
+    return tuple(Shard(p.stop - p.start, sum(num_tokens[p]), sum(num_supervised[p])) for p in parts)
 
 
 def read_manifest(folder: Path) -> Manifest:
