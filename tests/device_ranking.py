@@ -23,10 +23,10 @@ def delay_kernel(delays, place, IS_CHAINED: tl.constexpr):
     wait(IS_CHAINED)
     signal(IS_CHAINED)
     limit = tl.load(delays + place).to(tl.int64)
-    began = nanoseconds(0, True)
+    began = nanoseconds(0)
     now = began
     while now - began < limit:
-        now = nanoseconds(0, True)
+        now = nanoseconds(0)
 
 
 def delay(delays: torch.Tensor, place: int, is_chained: bool) -> None:

@@ -13,9 +13,11 @@ import ctypes
 from functools import cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run in Triton's interpreter, whose bfloat16 arithmetic is wrong and which knows no PDL."""
 
 
 @triton.jit
@@ -76,24 +78,25 @@ def keep_shared_memory() -> None:
     triton.knobs.runtime.kernel_load_end_hook.add(prefer)
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, whose bfloat16 arithmetic is wrong and which knows no PDL."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+@triton.constexpr_function
+def dot_dtype(dtype: tl.dtype) -> tl.dtype:
     """What to cast the operands of ``tl.dot`` to: float32 in the interpreter, their own dtype on a GPU."""
-    if is_interpreted() or dtype == torch.float32:
-        return tl.float32
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    return tl.float32 if IS_INTERPRETED else dtype
 
 
+@triton.constexpr_function
 def padded(width: int) -> int:
     """What a side of ``tl.dot`` takes: a power of two, at least 16."""
-    return int(max(16, triton.next_power_of_2(width)))
+    return max(16, triton.next_power_of_2(width))
+
+
+@triton.constexpr_function
+def num_lines(size: int, dtype: tl.dtype) -> int:
+    """How many lines of 128 bytes so many numbers take, as a power of two."""
+    return triton.next_power_of_2(triton.cdiv(size * dtype.primitive_bitwidth, 1024))
 
 
 def options(is_chained: bool) -> dict[str, Any]:
     """The launch arguments that switch PDL; none in the interpreter."""
-    is_chained = is_chained and not is_interpreted()
+    is_chained = is_chained and not IS_INTERPRETED
     return {"IS_CHAINED": is_chained, "launch_pdl": is_chained}

@@ -185,24 +185,22 @@ def test_flash_rows_compile_for_sm90_without_spills_and_wait_before_they_write()
     signature |= dict.fromkeys(("residual", "norm_weight", "new_residual", "normed"), "*bf16")
     signature |= {"peers": "*i64", "turns": "*i32", "errors": "*i32", "eps": "fp32"}
     signature |= dict.fromkeys(("num_tokens", "rank", "limit_microseconds"), "i32")
-    sizes = {"WIDTH": 2560, "RANKS": 4, "RANKS_PAD": 4, "ROWS": 16, "BLOCK": 4096}
-    sizes |= {"DO_PUSH": True, "DO_RECEIVE": True, "IS_CHAINED": True, "POLLS_PER_LOOK": 256, "HAS_CLOCK": True}
+    sizes = {"WIDTH": 2560, "RANKS": 4, "ROWS": 16, "DO_PUSH": True, "DO_RECEIVE": True, "IS_CHAINED": True}
     kernels = [
         {
             "name": "exchange_kernel",
             "signature": signature | {"slots": pointer},
-            "constexprs": sizes | {"PARTS": 9, "EMPTY_BITS": kernel.EMPTY[dtype]},
+            "constexprs": sizes | {"PARTS": 9},
             "num_warps": 16,
             "maxnreg": 128,
         }
-        for pointer, dtype in (("*fp32", torch.float32), ("*bf16", torch.bfloat16))
+        for pointer in ("*fp32", "*bf16")
     ]
     names = ("peers", "turns", "errors", "num_tokens", "rank", "limit_microseconds")
     signature = {name: signature[name] for name in names} | {"values": "*i32", "gathered": "*i32", "slots": "*fp32"}
     for columns in (1, 2, 2560):
         more = {"COLUMNS": columns, "COLUMNS_PAD": max(512, 1 << (columns - 1).bit_length())}
-        constexprs = sizes | more | {"EMPTY_BITS": kernel.EMPTY[torch.float32]}
-        kernels.append({"name": "gather_kernel", "signature": signature, "constexprs": constexprs, "num_warps": 16})
+        kernels.append({"name": "gather_kernel", "signature": signature, "constexprs": sizes | more, "num_warps": 16})
     for number, compiled in enumerate(compile_sm90("dspark.kernels.exchange.kernel", kernels)):
         assert compiled.spill_bytes == 0
         assert compiled.ptx.index("griddepcontrol.wait") < compiled.ptx.index("st.global")

@@ -140,7 +140,7 @@ def test_wrong_shapes_and_dtypes_are_refused() -> None:
 
 def test_flash_rows_compile_for_sm90_without_spills_and_wait_before_they_write() -> None:
     pointers = dict.fromkeys(("residual", "norm_weight", "new_residual", "normed"), "*bf16") | {"eps": "fp32"}
-    sizes = {"WIDTH": 2560, "BLOCK": 4096, "IS_CHAINED": True}
+    sizes = {"WIDTH": 2560, "IS_CHAINED": True}
     launched = {"num_warps": kernel.warps_for(2560), "maxnreg": kernel.registers_for(kernel.warps_for(2560))}
     add = {"name": "add_norm_kernel", "signature": {"parts": "*bf16"} | pointers} | launched
     weighted = add | {"signature": {"parts": "*bf16", "weights": "*fp32"} | pointers}
