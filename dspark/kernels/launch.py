@@ -1,11 +1,11 @@
 """What every Triton kernel's launch shares: the interpreter's arithmetic, programmatic dependent launch, prefetching.
 
-With programmatic dependent launch (PDL) a kernel may start while its predecessor still runs. ``wait`` returns when the
-predecessor has finished and its writes are seen; every kernel of a chain calls it, before its first read of an
-activation and its first write to memory, also one that reads nothing of its predecessor: otherwise the work of the
-kernel two back is not ordered. Weights may be read before. ``signal`` lets the successor be scheduled. Some signal
-before they wait: what a kernel reads before its wait must be older than every kernel back to the last one that waited
-before it signalled (a step's first, ``embed_norm``, does).
+With programmatic dependent launch (PDL) a kernel may start while its predecessor still runs. A wait returns when the
+predecessor has finished and its writes are seen; every kernel of a chain waits, before its first read of an activation
+and its first write to memory, also one that reads nothing of its predecessor: otherwise the work of the kernel two back
+is not ordered. Weights may be read before. A signal lets the successor be scheduled. Some signal before they wait: what
+a kernel reads before its wait must be older than every kernel back to the last one that waited before it signalled (a
+step's first, ``embed_norm``, does).
 Source: CUDA programming guide, programmatic dependent launch; specs/verifier-kernels.md section 3.
 """
 
@@ -21,24 +21,14 @@ IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def wait(IS_CHAINED: tl.constexpr) -> None:
-    """Wait for the predecessor in a chain."""
+def follow(IS_CHAINED: tl.constexpr, IS_EARLY: tl.constexpr = False) -> None:
+    """In a chain, wait and then signal, as most kernels do; or signal, then wait."""
     if IS_CHAINED:
+        if IS_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
-
-
-@triton.jit
-def signal(IS_CHAINED: tl.constexpr) -> None:
-    """Let the successor in a chain be scheduled."""
-    if IS_CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
-
-
-@triton.jit
-def follow(IS_CHAINED: tl.constexpr) -> None:
-    """Wait, then signal, as most kernels of a chain do."""
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+        if not IS_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
 
 
 @triton.jit

@@ -73,7 +73,7 @@ def test_a_row_that_is_nan_touches_no_other(kernel_device: torch.device) -> None
 
 def flash_quarter(choice: dict[str, int], halves: int) -> dict[str, Any]:
     signature = {"outputs": "*bf16", "inputs": "*bf16", "weights": "*bf16", "order": "*i64", "tiles": "*i32"}
-    sizes = {"HALVES": halves, "J": 9, "WIDTH": 192, "K": 2560, "BLOCK_M": grouped.BLOCK_ROWS, "DOT": "tl.bfloat16"}
+    sizes = {"HALVES": halves, "J": 9, "WIDTH": 192, "K": 2560, "BLOCK_M": grouped.BLOCK_ROWS}
     if halves == 2:
         signature["limits"] = "*fp32"
     else:
@@ -88,7 +88,7 @@ def flash_quarter(choice: dict[str, int], halves: int) -> dict[str, Any]:
 def test_the_kernels_compile_for_sm90_without_spills() -> None:
     kernels = [flash_quarter(grouped.UP, 2), flash_quarter(grouped.DOWN, 1)]
     tile = {"name": "tile_kernel", "signature": {"tiles": "*i32", "ends": "*i32"}, "num_warps": 4}
-    tile["constexprs"] = {"X": 513, "BLOCK_X": 1024, "BLOCK_M": grouped.BLOCK_ROWS}
+    tile["constexprs"] = {"X": 513, "BLOCK_M": grouped.BLOCK_ROWS}
     for compiled in compile_sm90("dspark.kernels.moe.grouped", [*kernels, tile]):
         assert compiled.spill_bytes == 0
         assert compiled.shared_bytes <= 227 * 1024

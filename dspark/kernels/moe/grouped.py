@@ -31,9 +31,9 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: tl.constexpr):
+def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_M: tl.constexpr):
     """One tile."""
-    t, x = tl.program_id(0), tl.arange(0, BLOCK_X)
+    t, x = tl.program_id(0), tl.arange(0, triton.next_power_of_2(X))
     end = tl.load(ends + x, mask=x < X, other=0)
     counts = tl.where(x < X, end - tl.load(ends + x - 1, mask=(x > 0) & (x < X), other=0), 0)
     num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
@@ -47,8 +47,9 @@ def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
-def _multiply(x_ptr, w_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
+def _multiply(x_ptr, w_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows times columns, both K long; the pointers are those of the first BLOCK_K."""
+    DOT: tl.constexpr = launch.dot_dtype(x_ptr.dtype.element_ty)
     k, sum_ = tl.arange(0, BLOCK_K), tl.zeros((x_ptr.shape[0], w_ptr.shape[1]), tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -63,7 +64,7 @@ def _multiply(x_ptr, w_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.cons
 @triton.jit
 def product_kernel(
     outputs, inputs, weights, limits, order, tiles, J: tl.constexpr, HALVES: tl.constexpr, WIDTH: tl.constexpr,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and BLOCK_N // HALVES columns of WIDTH. Up has two halves, gate and up, which become SwiGLU: it
     reads every pick's row of J and keeps the sorted order; down reads that and writes to the picks' places.
@@ -84,7 +85,7 @@ def product_kernel(
     x_ptr = inputs + source[:, None] * K + k[None, :]
     of_half = n % HALVES * WIDTH + tl.minimum(part * COLUMNS + n // HALVES, WIDTH - 1)
     w_ptr = weights + expert.to(tl.int64) * (HALVES * WIDTH * K) + of_half[None, :] * K + k[:, None]
-    sum_ = _multiply(x_ptr, w_ptr, K, BLOCK_K, DOT)
+    sum_ = _multiply(x_ptr, w_ptr, K, BLOCK_K)
     if HALVES == 2:
         gate, up = tl.split(tl.reshape(sum_, (BLOCK_M, COLUMNS, 2)))
         limit = tl.load(limits + expert)
@@ -106,8 +107,7 @@ def tile_rows(order_M: Tensor, ends_X: Tensor, block_rows: int = BLOCK_ROWS) -> 
     """Cut what ``sort_by_expert`` gives (order_M, ends_X) into tiles of at most ``block_rows`` rows of one expert."""
     num_tiles = triton.cdiv(len(order_M), block_rows) + min(len(ends_X), len(order_M))  # as many, or more
     tiles_T3 = torch.empty(num_tiles, 3, dtype=torch.int32, device=ends_X.device)
-    block = triton.next_power_of_2(len(ends_X))
-    tile_kernel[(num_tiles,)](tiles_T3, ends_X, X=len(ends_X), BLOCK_X=block, BLOCK_M=block_rows, num_warps=4)
+    tile_kernel[(num_tiles,)](tiles_T3, ends_X, X=len(ends_X), BLOCK_M=block_rows, num_warps=4)
     return Tiles(order_M, tiles_T3, block_rows)
 
 
@@ -135,6 +135,5 @@ def _launch(
     product_kernel[(len(tiles.tiles_T3) * triton.cdiv(width, block_n // halves),)](
         outputs, inputs, weights, limits, tiles.order_M, tiles.tiles_T3, J=len(tiles.order_M) // len(inputs),
         HALVES=halves, WIDTH=width, K=inputs.shape[1], BLOCK_M=tiles.block_rows, BLOCK_N=block_n,
-        BLOCK_K=choice["block_k"], DOT=launch.dot_dtype(inputs.dtype), num_warps=choice["num_warps"],
-        num_stages=choice["num_stages"],
+        BLOCK_K=choice["block_k"], num_warps=choice["num_warps"], num_stages=choice["num_stages"],
     )  # fmt: skip

@@ -32,6 +32,7 @@ DOWN_ONE = DOWN | {"block_k": 128, "num_warps": 2}
 DOWN_WIDE = DOWN | {"form": "plain", "block_rows": 32, "min_rows": 16, "block_k": 128, "num_stages": 5}
 """The dense MLP (6144 / 4), and experts that are not sharded (768)."""
 
+PADDED = tl.constexpr(MAX_TOKENS)
 MIN_UNITS = 4 * 132
 """With fewer the row tile is halved, down to min_rows. A sum is one chain over K in every size and instruction."""
 
@@ -78,14 +79,14 @@ def _round(x, DTYPE: tl.constexpr, DOT: tl.constexpr):
 @triton.jit(do_not_specialize=["last_expert"])
 def _unit_kernel(
     inputs, weights, limits, experts, pairs, outputs, last_expert, PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr,
-    R: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, IS_WHOLE: tl.constexpr, LINES: tl.constexpr, DOT: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, IS_WHOLE: tl.constexpr, LINES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One unit.
 
     In a chain ``plain`` asks, before it knows what the router chose, for the last expert, which is always visited.
     """
+    DOT: tl.constexpr = launch.dot_dtype(inputs.dtype.element_ty)
     TILES: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     slot, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -163,7 +164,7 @@ def _launch(
     _unit_kernel[(num_slots * triton.cdiv(num_rows, block_rows),)](
         inputs, weights, limits, dispatch.experts_P, dispatch.pairs_PN, outputs, last_expert,
         PAIRS_A_ROW=pairs_a_row, HALVES=halves, R=num_rows, K=width, N=8 if num_tokens <= 8 else MAX_TOKENS,
-        PADDED=MAX_TOKENS, BLOCK_R=block_rows, BLOCK_K=choice["block_k"], STAGES=choice["num_stages"],
-        IS_WHOLE=choice["form"] == "whole", LINES=32 * choice["num_warps"], DOT=launch.dot_dtype(inputs.dtype),
-        num_warps=choice["num_warps"], **launch.options(is_chained),
+        BLOCK_R=block_rows, BLOCK_K=choice["block_k"], STAGES=choice["num_stages"],
+        IS_WHOLE=choice["form"] == "whole", LINES=32 * choice["num_warps"], num_warps=choice["num_warps"],
+        **launch.options(is_chained),
     )  # fmt: skip
