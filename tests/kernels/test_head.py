@@ -217,7 +217,7 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
     def greedy(tile: Tile) -> dict[str, object]:
         programs = kernel.num_programs(39296, tile)
         cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "PROGRAMS": programs, "num_stages": tile.num_stages}
-        cut |= {"NUM_CHUNKS": 2 * tile.is_prefetched, "CHUNK": 1280, "IS_CHAINED": True}
+        cut |= {"NUM_CHUNKS": 2 * (tile is narrow), "CHUNK": 1280, "IS_CHAINED": True}
         return {"V": 39296, "D": 2560, **cut}
 
     narrow, wide = kernel.tile_for(2), kernel.tile_for(4)

@@ -36,8 +36,8 @@ def check(inputs: list[torch.Tensor], block_rows: int, changes: dict[str, int]) 
     """No further from the float64 definition than torch in the working dtype, and under the ceiling."""
     x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X = inputs
     tiles = grouped.tile_rows(*moe.sort_by_expert(ids_NJ, len(limits_X)), block_rows)
-    act_MI = grouped.up(x_ND, gate_up_XCD, limits_X, tiles, **changes)
-    found_ND = grouped.down(act_MI, down_XDI, tiles, **changes).view(*ids_NJ.shape, -1).double()
+    act_MI = grouped.multiply(x_ND, gate_up_XCD, limits_X, tiles, grouped.UP | changes)
+    found_ND = grouped.multiply(act_MI, down_XDI, None, tiles, grouped.DOWN | changes).view(*ids_NJ.shape, -1).double()
     truth_ND = reference.run_each(x_ND.double(), ids_NJ, gate_up_XCD.double(), down_XDI.double(), limits_X)
     torchs_ND = reference.run_each(*inputs).double()
 

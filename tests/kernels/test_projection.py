@@ -291,7 +291,7 @@ def compile_kernel(name: str) -> dict:
     sizes = {"C": rows, "D": columns, "WIDTH": width or columns, "PADDED_WIDTH": width or columns}
     sizes |= {"H": 8, "E": 128, "J": 4 if name == "KDA in-projection" else 0}
     cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "SLICES": tile.slices, "SPLITS": splits, "HELD": tile.held}
-    num_chunks = 4 if steps and tile.is_prefetched else 0
+    num_chunks = 4 if steps and not is_float32 else 0
     prefetch = {"NUM_CHUNKS": num_chunks, "CHUNK": 256, "num_stages": tile.num_stages}
     flags = {"IS_WHOLE": splits * share == columns, "IS_CHAINED": True}
     constexprs = {**sizes, **cut, "STEPS": steps, **prefetch, **flags, **dict.fromkeys(absent)}

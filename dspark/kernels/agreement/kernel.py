@@ -54,8 +54,14 @@ def _joined(most_L, sum_L):
 
 
 @triton.jit
-def _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L):
+def _overlap(
+    draft, teacher, start, sums, most_q, log_q, most_p, log_p, V: tl.constexpr, GROUP: tl.constexpr,
+    LANES: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
     """Sums of p log2(p / q), min(p, q) and q sign(p - q), one tile further."""
+    gap_L, least_L, inner_L = sums
+    zq_GL = _tile(draft, start, V, GROUP, LANES, IS_WHOLE)
+    zp_GL = _tile(teacher, start, V, GROUP, LANES, IS_WHOLE)
     log_q_GL, log_p_GL = (zq_GL - most_q) * LOG2_E - log_q, (zp_GL - most_p) * LOG2_E - log_p
     q_GL, p_GL = tl.exp2(log_q_GL), tl.exp2(log_p_GL)
     gap_L += tl.sum(p_GL * (log_p_GL - log_q_GL), 0)
@@ -91,15 +97,13 @@ def compare_kernel(
     most_p, log_p = _joined(most_p_L, sum_p_L)
     # The teacher's first most likely token lies in the first tile of those in which a lane met the maximum.
     top_start = tl.min(tl.where(most_p_L == most_p, first_L, V), 0)
-    gap_L, least_L, inner_L = zero_L, zero_L, zero_L
+    sums = zero_L, zero_L, zero_L
     if WHOLE < V:
-        zq_GL = _tile(draft, WHOLE, V, GROUP, LANES, False)
-        zp_GL = _tile(teacher, WHOLE, V, GROUP, LANES, False)
-        gap_L, least_L, inner_L = _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L)
+        sums = _overlap(draft, teacher, WHOLE, sums, most_q, log_q, most_p, log_p, V, GROUP, LANES, False)
     for end in range(0, WHOLE, TILE):
-        zq_GL = _tile(draft, WHOLE - TILE - end, V, GROUP, LANES, True)
-        zp_GL = _tile(teacher, WHOLE - TILE - end, V, GROUP, LANES, True)
-        gap_L, least_L, inner_L = _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L)
+        start = WHOLE - TILE - end
+        sums = _overlap(draft, teacher, start, sums, most_q, log_q, most_p, log_p, V, GROUP, LANES, True)
+    gap_L, least_L, inner_L = sums
     column_GL = top_start + tl.arange(0, GROUP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     zp_GL = _tile(teacher, top_start, V, GROUP, LANES, False)
     top = tl.min(tl.min(tl.where(zp_GL == most_p, column_GL, V), 0), 0)

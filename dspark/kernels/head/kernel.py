@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     """How the head is cut; every field can be swept.
 
     rows of a tile (64 or more use the warp-group instruction); columns of a pipeline step; programs in all (0 for one
-    a tile); whether a program's first tile is asked into L2 before the wait. Weights leave the caches first.
+    a tile). Weights leave the caches first.
     """
 
     rows: int
@@ -31,12 +31,11 @@ class Tile(NamedTuple):
     programs: int
     num_warps: int
     num_stages: int
-    is_prefetched: bool = True
 
 
 def tile_for(element_size: int) -> Tile:
     """At most three programs on each of 132 multiprocessors, with 3 stages of 16 KB of weights in flight each."""
-    return Tile(32, 256, 396, 4, 4) if element_size == 2 else Tile(16, 32, 264, 4, 2, is_prefetched=False)
+    return Tile(32, 256, 396, 4, 4) if element_size == 2 else Tile(16, 32, 264, 4, 2)
 
 
 def num_programs(num_rows: int, tile: Tile) -> int:
@@ -131,7 +130,7 @@ def greedy(
     num_tokens, (vocab_size, width), device = hidden_TD.shape[0], head_VD.shape, hidden_TD.device
     tile = tile or tile_for(head_VD.element_size())
     programs = num_programs(vocab_size, tile)
-    num_chunks, chunk = chunks(head_VD, tile.rows, tile.num_warps, width) if tile.is_prefetched else (0, 0)
+    num_chunks, chunk = chunks(head_VD, tile.rows, tile.num_warps, width)
     best_T = torch.empty(num_tokens, dtype=torch.float32, device=device)
     ids_T = torch.empty(num_tokens, dtype=torch.int64, device=device)
     partial_best = torch.empty(programs, MAX_TOKENS, dtype=torch.float32, device=device)

@@ -100,7 +100,8 @@ def product_kernel(
 def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor, limits_X: Tensor) -> Tensor:
     """See the package. In float32 a sum is one chain of multiply-adds: some times torch's error at wide rows."""
     tiles = tile_rows(*sort_by_expert(ids_NJ, len(limits_X)))
-    return down(up(x_ND, gate_up_XCD, limits_X, tiles), down_XDI, tiles).view(*ids_NJ.shape, -1)
+    act_MI = multiply(x_ND, gate_up_XCD, limits_X, tiles, UP)
+    return multiply(act_MI, down_XDI, None, tiles, DOWN).view(*ids_NJ.shape, -1)
 
 
 def tile_rows(order_M: Tensor, ends_X: Tensor, block_rows: int = BLOCK_ROWS) -> Tiles:
@@ -111,24 +112,14 @@ def tile_rows(order_M: Tensor, ends_X: Tensor, block_rows: int = BLOCK_ROWS) -> 
     return Tiles(order_M, tiles_T3, block_rows)
 
 
-def up(x_ND: Tensor, gate_up_XCD: Tensor, limits_X: Tensor, tiles: Tiles, **changes: int) -> Tensor:
-    """SwiGLU of the picks' rows in the sorted order, [M, I]."""
-    act_MI = x_ND.new_empty(len(tiles.order_M), gate_up_XCD.shape[1] // 2)
-    _launch(act_MI, x_ND, gate_up_XCD, limits_X, tiles, 2, UP | changes)
-    return act_MI
-
-
-def down(act_MI: Tensor, down_XDI: Tensor, tiles: Tiles, **changes: int) -> Tensor:
-    """The sorted rows through their experts' down matrices, in the order of the picks, [M, D]."""
-    outputs_MD = act_MI.new_empty(len(act_MI), down_XDI.shape[1])
-    _launch(outputs_MD, act_MI, down_XDI, None, tiles, 1, DOWN | changes)
-    return outputs_MD
-
-
-def _launch(
-    outputs: Tensor, inputs: Tensor, weights: Tensor, limits: Tensor | None, tiles: Tiles, halves: int,
-    choice: dict[str, int],
-) -> None:  # fmt: skip
+def multiply(
+    inputs: Tensor, weights: Tensor, limits: Tensor | None, tiles: Tiles, choice: dict[str, int]
+) -> Tensor:  # fmt: skip
+    """With limits SwiGLU of the picks' rows in the sorted order, [M, I]; else the sorted rows through their experts'
+    down matrices, in the order of the picks, [M, D].
+    """
+    halves = 1 if limits is None else 2
+    outputs = inputs.new_empty(len(tiles.order_M), weights.shape[1] // halves)
     if inputs.dtype == torch.float32:  # a thread's products are many, so its tiles are small
         choice = choice | {"block_k": 32, "num_stages": 1}
     width, block_n = outputs.shape[1], choice["block_n"]
@@ -137,3 +128,4 @@ def _launch(
         HALVES=halves, WIDTH=width, K=inputs.shape[1], BLOCK_M=tiles.block_rows, BLOCK_N=block_n,
         BLOCK_K=choice["block_k"], num_warps=choice["num_warps"], num_stages=choice["num_stages"],
     )  # fmt: skip
+    return outputs

@@ -26,8 +26,8 @@ class Tile(NamedTuple):
 
     rows of a program; columns of a pipeline step; slices of a step that warps share (1, or a batched product, which
     holds to the classic tensor-core instruction; with 1 and 64 rows or more the warp-group one is used); splits of the
-    columns over programs; held columns that are loaded before the wait (a power of two; 0 for none); whether the rest
-    is prefetched to L2 before the wait. Weights leave the caches first.
+    columns over programs; held columns that are loaded before the wait (a power of two; 0 for none). Weights leave the
+    caches first.
     """
 
     rows: int
@@ -37,7 +37,6 @@ class Tile(NamedTuple):
     held: int
     num_warps: int
     num_stages: int
-    is_prefetched: bool = True
 
 
 def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int = 0) -> Tile:
@@ -47,7 +46,7 @@ def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int
     of a microsecond): then it does not matter that the programs do not divide by 132 multiprocessors.
     """
     if element_size > 2:  # full-precision products do not use tensor cores: small tiles, for tests and small models
-        return Tile(16, max(32, head_width), 1, 1, 0, 4, 2, is_prefetched=False)
+        return Tile(16, max(32, head_width), 1, 1, 0, 4, 2)
     if head_width:  # many rows and few columns a program: each norms its columns anew
         fits = triton.cdiv(num_rows, 128) * triton.cdiv(num_columns, 256) <= 132  # one program a multiprocessor
         held = max(256 if fits else 512, head_width)
@@ -226,10 +225,11 @@ def chunks(weight_CD: Tensor, rows: int, num_warps: int, num_columns: int) -> tu
     """How ``num_columns`` columns of each of a program's rows are asked into L2: pieces, elements of one; or zeros.
 
     As many pieces as give every thread one, but of 256 bytes or more. The instruction wants multiples of 16 bytes.
+    Nothing is asked of float32, whose products take longer than its bytes.
     """
     unit = 16 // weight_CD.element_size()
     is_aligned = weight_CD.data_ptr() % 16 == 0 and weight_CD.stride(0) % unit == 0 and weight_CD.shape[1] % unit == 0
-    if launch.IS_INTERPRETED or not is_aligned or num_columns < 16 * unit:
+    if launch.IS_INTERPRETED or unit < 8 or not is_aligned or num_columns < 16 * unit:
         return 0, 0
     count = max(1, min(32 * num_warps // rows, num_columns // (16 * unit)))
     count = 1 << (count.bit_length() - 1)
@@ -293,7 +293,7 @@ def _launch(
         assert steps == 0 or tile.columns % gated_width == 0
         assert tile.held % gated_width == 0
     rest = min(steps * tile.columns, max(num_columns - tile.held, 0))
-    num_chunks, chunk = chunks(weight_CD, tile.rows, tile.num_warps, rest) if tile.is_prefetched else (0, 0)
+    num_chunks, chunk = chunks(weight_CD, tile.rows, tile.num_warps, rest)
     partial = y_TC if splits == 1 else x.new_empty(splits, num_tokens, num_rows, dtype=torch.float32)
     is_whole = splits * (tile.held + steps * tile.columns) == num_columns and width == padded_width
     project_kernel[(triton.cdiv(num_rows, tile.rows), splits)](

@@ -66,7 +66,7 @@ def add_norm_kernel(
     # Of a sum at once: the successor's weights are asked for while this waits for nine rows.
     launch.follow(IS_CHAINED, IS_EARLY=ids is None)
     source = row if ids is None else tl.load(ids + row)
-    residual_D = tl.load(residual + source * WIDTH + column_D, mask=inside_D, other=0.0)
+    residual_D = tl.load(residual + (source * WIDTH + column_D), mask=inside_D, other=0.0)
     total_D = sum_parts(parts, weights, row, True, column_D, inside_D, WIDTH, PARTS)
     finish_row(residual_D, total_D, scale_D, new_residual, normed, row * WIDTH + column_D, inside_D, eps, WIDTH)
 
