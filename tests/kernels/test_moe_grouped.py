@@ -57,7 +57,7 @@ def check(inputs: list[torch.Tensor], block_rows: int, changes: dict[str, int]) 
 def test_experts_equal_their_definition(
     num_rows: int, sizes: tuple[int, int, int, int], kernel_device: torch.device
 ) -> None:
-    check(random_inputs(num_rows, sizes, kernel_device), 16, {"block_n": 32})
+    check(random_inputs(num_rows, sizes, kernel_device), 16, {"BLOCK_N": 32})
     assert moe.run_each(*random_inputs(num_rows, sizes, kernel_device)).shape == (num_rows, sizes[1], sizes[2])
 
 
@@ -78,7 +78,7 @@ def flash_quarter(choice: dict[str, int], halves: int) -> dict[str, Any]:
         signature["limits"] = "*fp32"
     else:
         sizes |= {"J": 1, "WIDTH": 2560, "K": 192, "limits": None}
-    sizes |= {"BLOCK_N": choice["block_n"], "BLOCK_K": choice["block_k"]}
+    sizes |= {"BLOCK_N": choice["BLOCK_N"], "BLOCK_K": choice["BLOCK_K"]}
     shape = {"num_warps": choice["num_warps"], "num_stages": choice["num_stages"]}
     order = grouped.product_kernel.arg_names
     signature = {name: signature.get(name, "constexpr") for name in order}

@@ -147,6 +147,9 @@ def flash_part(is_up: bool, choice: dict[str, Any], inner: int = 192, padded_tok
     }
     signature = {"inputs": "*bf16", "weights": "*bf16", "limits": "*fp32", "experts": "*i32", "pairs": "*i32"}
     signature |= {"outputs": "*bf16", "last_expert": "i32"}
+    if not is_up:
+        del signature["limits"]
+        constexprs["limits"] = None
     shape = {"num_warps": choice["num_warps"], "num_stages": choice["num_stages"]}
     return {"name": "_unit_kernel", "signature": signature, "constexprs": constexprs, **shape}
 

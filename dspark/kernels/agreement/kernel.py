@@ -109,17 +109,13 @@ def compare_kernel(
     top = tl.min(tl.min(tl.where(zp_GL == most_p, column_GL, V), 0), 0)
     label = tl.load(labels + row)
     agrees = tl.load(draft + tl.minimum(top, V - 1)).to(tl.float32) == most_q  # no logit of a row of NaN is the most
-    place = figures + row
-    tl.store(place, tl.load(draft + label).to(tl.float32) - most_q - log_q / LOG2_E)
-    tl.store(place + P, tl.load(teacher + label).to(tl.float32) - most_p - log_p / LOG2_E)
-    tl.store(place + 2 * P, tl.sum(gap_L, 0) / LOG2_E)
-    tl.store(place + 3 * P, tl.sum(least_L, 0))
-    tl.store(place + 4 * P, agrees.to(tl.float32))
-    tl.store(place + 5 * P, tl.sum(inner_L, 0))
-    tl.store(place + 6 * P, most_q)
-    tl.store(place + 7 * P, log_q)
-    tl.store(place + 8 * P, most_p)
-    tl.store(place + 9 * P, log_p)
+    draft_logprob = tl.load(draft + label).to(tl.float32) - most_q - log_q / LOG2_E
+    teacher_logprob = tl.load(teacher + label).to(tl.float32) - most_p - log_p / LOG2_E
+    divergence, acceptance, inner = tl.sum(gap_L, 0) / LOG2_E, tl.sum(least_L, 0), tl.sum(inner_L, 0)
+    kept = (inner, most_q, log_q, most_p, log_p)
+    numbers = (draft_logprob, teacher_logprob, divergence, acceptance, agrees.to(tl.float32)) + kept  # noqa: RUF005
+    for i in tl.static_range(len(numbers)):
+        tl.store(figures + i * P + row, numbers[i])
 
 
 @triton.jit

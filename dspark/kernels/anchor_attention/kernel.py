@@ -23,12 +23,14 @@ from torch import Tensor
 
 from dspark.kernels import launch
 
-FORWARD = {"rows": 64, "keys": 64, "heads": 8, "num_warps": 4, "num_stages": 3}
-QUERIES = {"rows": 128, "keys": 64, "heads": 8, "num_warps": 8, "num_stages": 3}
-KEYS = {"rows": 64, "keys": 64, "heads": 8, "num_warps": 4, "num_stages": 2}
-"""Tiles for 16 bits and heads of up to 128. ``heads`` walk together: few share L2, many even out the last programs."""
-WIDE = {"rows": 64, "keys": 64, "num_warps": 8, "num_stages": 2}
-FLOAT32 = {"rows": 16, "keys": 16, "num_warps": 4, "num_stages": 1}
+FORWARD = {"ROWS": 64, "SIZE": 64, "num_warps": 4, "num_stages": 3}
+QUERIES = {"ROWS": 128, "SIZE": 64, "num_warps": 8, "num_stages": 3}
+KEYS = {"ROWS": 64, "SIZE": 64, "num_warps": 4, "num_stages": 2}
+"""Tiles of rows and keys for 16 bits and heads of up to 128."""
+AT_ONCE = 8
+"""Heads that walk together: few share L2, many even out the last programs."""
+WIDE = {"ROWS": 64, "SIZE": 64, "num_warps": 8, "num_stages": 2}
+FLOAT32 = {"ROWS": 16, "SIZE": 16, "num_warps": 4, "num_stages": 1}
 """What wider heads and float32, which is for tests and small models, change."""
 LOG2_E = 1.4426950408889634
 
@@ -298,12 +300,8 @@ def _launch(table: dict[str, int], q_NHE: Tensor, k_NGE: Tensor, num_blocks: int
     """The constants of a launch whose programs each own one of ``heads``."""
     num_rows, num_heads, width = q_NHE.shape
     change = FLOAT32 if q_NHE.dtype == torch.float32 else WIDE if width > 128 else {}
-    table = table | change
-    return {
-        "HEADS": num_heads, "GROUP": num_heads // k_NGE.shape[1], "E": width, "K": num_rows // num_blocks,
-        "ROWS": table["rows"], "SIZE": table["keys"], "AT_ONCE": math.gcd(heads, table["heads"]),
-        "num_warps": table["num_warps"], "num_stages": table["num_stages"],
-    }  # fmt: skip
+    sizes = {"HEADS": num_heads, "GROUP": num_heads // k_NGE.shape[1], "E": width, "K": num_rows // num_blocks}
+    return {**table, **change, **sizes, "AT_ONCE": math.gcd(heads, AT_ONCE)}
 
 
 @torch.library.custom_op("dspark::anchor_attention", mutates_args=())

@@ -16,8 +16,8 @@ from torch import Tensor
 from dspark.kernels import launch
 from dspark.kernels.moe.reference import sort_by_expert
 
-UP = {"block_n": 128, "block_k": 64, "num_warps": 4, "num_stages": 3}
-DOWN = {"block_n": 256, "block_k": 64, "num_warps": 4, "num_stages": 2}
+UP = {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+DOWN = {"BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
 BLOCK_ROWS = 64
 """Rows of a tile: at a quarter of flash an expert has 128 of 8192 tokens on average, some more, some less."""
 
@@ -121,11 +121,10 @@ def multiply(
     halves = 1 if limits is None else 2
     outputs = inputs.new_empty(len(tiles.order_M), weights.shape[1] // halves)
     if inputs.dtype == torch.float32:  # a thread's products are many, so its tiles are small
-        choice = choice | {"block_k": 32, "num_stages": 1}
-    width, block_n = outputs.shape[1], choice["block_n"]
-    product_kernel[(len(tiles.tiles_T3) * triton.cdiv(width, block_n // halves),)](
+        choice = choice | {"BLOCK_K": 32, "num_stages": 1}
+    width = outputs.shape[1]
+    product_kernel[(len(tiles.tiles_T3) * triton.cdiv(width, choice["BLOCK_N"] // halves),)](
         outputs, inputs, weights, limits, tiles.order_M, tiles.tiles_T3, J=len(tiles.order_M) // len(inputs),
-        HALVES=halves, WIDTH=width, K=inputs.shape[1], BLOCK_M=tiles.block_rows, BLOCK_N=block_n,
-        BLOCK_K=choice["block_k"], num_warps=choice["num_warps"], num_stages=choice["num_stages"],
+        HALVES=halves, WIDTH=width, K=inputs.shape[1], BLOCK_M=tiles.block_rows, **choice,
     )  # fmt: skip
     return outputs
