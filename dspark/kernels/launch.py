@@ -21,7 +21,7 @@ IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def follow(IS_CHAINED: tl.constexpr, IS_EARLY: tl.constexpr = False) -> None:
+def follow(IS_CHAINED: tl.constexpr, IS_EARLY: tl.constexpr = False) -> None:  # type: ignore[assignment]
     """In a chain, wait and then signal, as most kernels do; or signal, then wait."""
     if IS_CHAINED:
         if IS_EARLY:
@@ -77,13 +77,13 @@ def dot_dtype(dtype: tl.dtype) -> tl.dtype:
 @triton.constexpr_function
 def padded(width: int) -> int:
     """What a side of ``tl.dot`` takes: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(width))
+    return int(max(16, triton.next_power_of_2(width)))
 
 
 @triton.constexpr_function
 def num_lines(size: int, dtype: tl.dtype) -> int:
     """How many lines of 128 bytes so many numbers take, as a power of two."""
-    return triton.next_power_of_2(triton.cdiv(size * dtype.primitive_bitwidth, 1024))
+    return int(triton.next_power_of_2(triton.cdiv(size * dtype.primitive_bitwidth, 1024)))
 
 
 def options(is_chained: bool) -> dict[str, Any]:

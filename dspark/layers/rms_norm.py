@@ -9,6 +9,8 @@ class RMSNorm(nn.RMSNorm):
     The weight is used as stored (no +1). Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:
         normed = functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         return normed.to(x.dtype)  # torch 2.12's autocast has it in float32 on a GPU

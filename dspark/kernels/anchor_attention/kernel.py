@@ -67,7 +67,7 @@ def _rows(
     if IS_PARTIAL:
         n = tl.minimum(n, last - 1 - first)
     pointers = base + tl.cast(first, tl.int64) * STRIDE + (n[:, None] * STRIDE + e[None, :])
-    return (tl.load(pointers) if E == e.numel else tl.load(pointers, mask=(e < E)[None, :], other=0.0)).to(DOT)
+    return (tl.load(pointers) if e.numel == E else tl.load(pointers, mask=(e < E)[None, :], other=0.0)).to(DOT)
 
 
 @triton.jit
@@ -87,13 +87,13 @@ def _masked(scores_NT, low_N, high_N, first, last):
 
 @triton.jit
 def _attend(
-    carried, rows, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
+    carried, rows, keys, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
     SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys in the online softmax. A row's largest score must be finite before a masked tile or in it."""
     sum_ME, most_M, total_M = carried
     q_ME = rows[0]
-    k_JE = _rows(keys, first, last, STRIDE, E, SIZE, IS_PARTIAL)
+    k_JE = _rows(keys[0], first, last, STRIDE, E, SIZE, IS_PARTIAL)
     scores_MJ = tl.dot(q_ME, tl.trans(k_JE), input_precision="ieee")
     if IS_PARTIAL:
         scores_MJ = _masked(scores_MJ, low_M, high_M, first, last)
@@ -101,20 +101,20 @@ def _attend(
     shrink_M = tl.exp2(most_M - now_M)
     p_MJ = tl.exp2(scores_MJ * scale - now_M[:, None])
     total_M = total_M * shrink_M + tl.sum(p_MJ, 1)
-    v_JE = _rows(values, first, last, STRIDE, E, SIZE, IS_PARTIAL)
+    v_JE = _rows(keys[1], first, last, STRIDE, E, SIZE, IS_PARTIAL)
     sum_ME = tl.dot(p_MJ.to(v_JE.dtype), v_JE, sum_ME * shrink_M[:, None], input_precision="ieee")
     return sum_ME, now_M, total_M
 
 
 @triton.jit
 def _differentiate_q(
-    dq_ME, rows, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
+    dq_ME, rows, keys, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
     SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys in dQ, without the factor of the scores."""
     q_ME, do_ME, lse_M, delta_M = rows
-    k_JE = _rows(keys, first, last, STRIDE, E, SIZE, IS_PARTIAL)
-    v_JE = _rows(values, first, last, STRIDE, E, SIZE, IS_PARTIAL)
+    k_JE = _rows(keys[0], first, last, STRIDE, E, SIZE, IS_PARTIAL)
+    v_JE = _rows(keys[1], first, last, STRIDE, E, SIZE, IS_PARTIAL)
     logs_MJ = tl.dot(q_ME, tl.trans(k_JE), input_precision="ieee") * scale - lse_M[:, None]
     if IS_PARTIAL:
         logs_MJ = _masked(logs_MJ, low_M, high_M, first, last)
@@ -170,19 +170,19 @@ def _intervals(starts, anchors, first, last, K: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _walk(
-    STEP: tl.constexpr, carried, rows, intervals, k, v, context_k, context_v, scale, STRIDE: tl.constexpr,
+    STEP: tl.constexpr, carried, rows, intervals, own, context, scale, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """What STEP carries, after all tiles of keys that a tile of rows reads."""
     slot_M, start_M, anchor_M, context_first, whole_first, whole_last, context_last, own_first, own_last = intervals
     for j in tl.range(own_first, own_last, SIZE):
-        carried = STEP(carried, rows, k, v, slot_M, slot_M + K, j, own_last, scale, STRIDE, E, SIZE, True)
+        carried = STEP(carried, rows, own, slot_M, slot_M + K, j, own_last, scale, STRIDE, E, SIZE, True)
     for j in tl.range(whole_first, whole_last, SIZE):
-        carried = STEP(carried, rows, context_k, context_v, start_M, anchor_M, j, whole_last, scale, STRIDE, E, SIZE, False)
+        carried = STEP(carried, rows, context, start_M, anchor_M, j, whole_last, scale, STRIDE, E, SIZE, False)
     num_partial = tl.cdiv(whole_first - context_first, SIZE) + tl.cdiv(context_last - whole_last, SIZE)
     for i in tl.range(0, num_partial):
         j, end = _partial(i, context_first, whole_first, whole_last, context_last, SIZE)
-        carried = STEP(carried, rows, context_k, context_v, start_M, anchor_M, j, end, scale, STRIDE, E, SIZE, True)
+        carried = STEP(carried, rows, context, start_M, anchor_M, j, end, scale, STRIDE, E, SIZE, True)
     return carried
 
 
@@ -200,8 +200,8 @@ def forward_kernel(
     sum_ME, total_M = tl.zeros(q_ME.shape, tl.float32), tl.zeros((ROWS,), tl.float32)
     most_M = tl.full((ROWS,), -1e30, tl.float32)  # finite: a row's own slots may come behind a tile without them
     sum_ME, most_M, total_M = _walk(
-        _attend, (sum_ME, most_M, total_M), (q_ME,), intervals, k + at, v + at, context_k + at, context_v + at, scale,
-        STRIDE, E, K, SIZE,
+        _attend, (sum_ME, most_M, total_M), (q_ME,), intervals, (k + at, v + at), (context_k + at, context_v + at),
+        scale, STRIDE, E, K, SIZE,
     )  # fmt: skip
     _store(o + head * E, sum_ME / total_M[:, None], first, last, HEADS * E, E)
     m = first + tl.arange(0, ROWS)
@@ -227,8 +227,8 @@ def queries_kernel(
     lse_M = tl.load(lse + at_row + tl.minimum(m, last - 1))
     q_ME = _rows(q + head * E, first, last, HEADS * E, E, ROWS, True)
     dq_ME = _walk(
-        _differentiate_q, tl.zeros(q_ME.shape, tl.float32), (q_ME, do_ME, lse_M, delta_M), intervals, k + at, v + at,
-        context_k + at, context_v + at, scale, STRIDE, E, K, SIZE,
+        _differentiate_q, tl.zeros(q_ME.shape, tl.float32), (q_ME, do_ME, lse_M, delta_M), intervals, (k + at, v + at),
+        (context_k + at, context_v + at), scale, STRIDE, E, K, SIZE,
     )  # fmt: skip
     _store(dq + head * E, dq_ME * out_scale, first, last, HEADS * E, E)
 

@@ -23,7 +23,7 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 def _load(pointers, place, WIDTH: tl.constexpr):
     """For a product; zeros past the width, where there is such a place."""
-    x = tl.load(pointers) if WIDTH == place.numel else tl.load(pointers, mask=place < WIDTH, other=0.0)
+    x = tl.load(pointers) if place.numel == WIDTH else tl.load(pointers, mask=place < WIDTH, other=0.0)
     return x.to(launch.dot_dtype(x.dtype))
 
 

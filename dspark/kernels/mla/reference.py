@@ -75,15 +75,12 @@ def absorb(
     q_THE = projected_TC[:, :heads].unflatten(1, (num_heads, nope + rope))
     latent_TC, k_rope_TE = projected_TC[:, heads : heads + latent + rope].split((latent, rope), 1)
     positions_T = length_1 + torch.arange(len(projected_TC), device=length_1.device)
-    positions_T = positions_T[positions_T < len(rows_JC)]
-    angles_TE2 = angles_JE2[positions_T.clamp(max=len(rows_JC) - 1)]
-    kept = len(positions_T)
-    rotated_TE = _rotate(k_rope_TE[:kept], angles_TE2)
+    is_held_T = positions_T < len(rows_JC)
+    angles_TE2 = angles_JE2[positions_T.clamp(max=len(rows_JC) - 1)].where(is_held_T[:, None, None], 0)
     normalised_TC = functional.rms_norm(latent_TC, norm_weight_C.shape, norm_weight_C, eps)
-    rows_JC[positions_T] = torch.cat((normalised_TC[:kept], rotated_TE), 1)
+    rows_JC[positions_T[is_held_T]] = torch.cat((normalised_TC, _rotate(k_rope_TE, angles_TE2)), 1)[is_held_T]
     absorbed_HTC = q_THE[..., :nope].transpose(0, 1) @ keys_HEC
-    padded_TE2 = functional.pad(angles_TE2, (0, 0, 0, 0, 0, len(projected_TC) - kept))
-    q_rope_THE = _rotate(q_THE[..., nope:], padded_TE2[:, None])
+    q_rope_THE = _rotate(q_THE[..., nope:], angles_TE2[:, None])
     return torch.cat((absorbed_HTC.transpose(0, 1), q_rope_THE), -1)
 
 
