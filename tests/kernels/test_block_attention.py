@@ -13,7 +13,7 @@ from dspark.draft.backbone import DraftAttention
 from dspark.kernels import block_attention
 from dspark.kernels.anchor_attention import attend as attend_all
 from dspark.kernels.block_attention import kernel, reference
-from dspark.layers.rotary import rotary_angles
+from dspark.kernels.rotary import rotary_angles
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tiny import TINY_LING
 
 from dspark.kernels import mla
 from dspark.kernels.mla import kernel, reference
-from dspark.layers.rotary import rotary_angles
+from dspark.kernels.rotary import rotary_angles
 from dspark.target.cache import Layout, View
 from dspark.target.config import parse_target_config
 from dspark.target.latent_attention import LatentAttention
