@@ -5,10 +5,8 @@ import triton
 import triton.language as tl
 
 from dspark.kernels import launch
-from dspark.kernels.exchange import reference
 from dspark.kernels.exchange.kernel import nanoseconds
-from dspark.kernels.launch import signal, wait
-from dspark.kernels.residual.reference import partial_sum
+from dspark.kernels.residual.reference import add_norm, partial_sum
 from dspark.verifier.capture import Captured
 from dspark.verifier.ranks import Ranks
 from dspark.verifier.ranks.devices import LONG_ROWS
@@ -20,13 +18,12 @@ CALLS_PER_GRAPH, MAX_DELAY_NANOSECONDS = 50, 40_000
 @triton.jit
 def delay_kernel(delays, place, IS_CHAINED: tl.constexpr):
     """Spin for delays[place] nanoseconds."""
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+    launch.follow(IS_CHAINED)
     limit = tl.load(delays + place).to(tl.int64)
-    began = nanoseconds(0, True)
+    began = nanoseconds(0)
     now = began
     while now - began < limit:
-        now = nanoseconds(0, True)
+        now = nanoseconds(0)
 
 
 def delay(delays: torch.Tensor, place: int, is_chained: bool) -> None:
@@ -57,9 +54,9 @@ def sums_and_gathers(ranks: Ranks, is_chained: bool) -> None:
     for num_tokens in (*range(1, 17), 40, 2 * LONG_ROWS + 5):
         for num_parts in (1, 9):
             given = inputs(num_tokens, num_parts, num_tokens * 10 + num_parts, ranks.rank)
-            partials_RTD = ranks.gather(partial_sum(given["parts_TKD"], given["weights_TK"]))
+            partials_TRD = ranks.gather(partial_sum(given["parts_TKD"], given["weights_TK"])).transpose(0, 1)
             found = ranks.add_norm(**given, eps=EPS, is_chained=is_chained)
-            expected = reference.sum_norm(partials_RTD, given["residual_TD"], given["norm_weight_D"], EPS)
+            expected = add_norm(partials_TRD, None, given["residual_TD"], given["norm_weight_D"], EPS)
             for mine, right in zip(found, expected, strict=True):
                 torch.testing.assert_close(mine, right, rtol=2**-6, atol=2**-6)
                 assert_alike(ranks, mine, (num_tokens, num_parts))
@@ -98,8 +95,8 @@ def delayed_sums(ranks: Ranks, is_chained: bool, num_calls: int) -> None:
         sums.append(torch.stack([x.view(torch.int16).long().square().sum() for x in outputs]))
         if number % 100 == 0:
             for given, found in zip(calls, [x for x in outputs if x.dtype == torch.bfloat16], strict=True):
-                partials_RTD = ranks.gather(partial_sum(given["parts_TKD"], given["weights_TK"]))
-                expected, _ = reference.sum_norm(partials_RTD, given["residual_TD"], given["norm_weight_D"], EPS)
+                partials_TRD = ranks.gather(partial_sum(given["parts_TKD"], given["weights_TK"])).transpose(0, 1)
+                expected, _ = add_norm(partials_TRD, None, given["residual_TD"], given["norm_weight_D"], EPS)
                 torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-5)
             ranks.begin_step()
     assert_alike(ranks, torch.stack(sums), "10^5 sums")

@@ -17,7 +17,7 @@ ARROWS = {
     "target": {"layers", "kernels"},
     "draft": {"layers", "kernels"},
     "data": set(),
-    "verifier": {"target", "kernels", "layers", "draft"},  # layers: rotary table; draft: its weights for kernels
+    "verifier": {"target", "kernels", "draft"},  # draft: its weights for kernels
     "record": {"target", "verifier", "data", "layers", "kernels"},  # layers: states in eight bits; kernels: to a GPU
     "train": {"draft", "record", "data", "kernels", "layers"},  # layers: the same, widened where they are read
     "export": {"draft"},

@@ -10,9 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.config import DraftConfig
 from dspark.kernels.anchor_attention import anchor_attention
+from dspark.kernels.rotary import rotary_angles, rotate_half_pairs, turned
 from dspark.layers.mlp import SwiGLU
 from dspark.layers.rms_norm import RMSNorm
-from dspark.layers.rotary import rotary_angles, rotate_half_pairs, turned
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine [N, E / 2] of the positions of some rows."""

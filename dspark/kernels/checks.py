@@ -27,7 +27,7 @@ def check(
         if is_right and is_window and not 1 <= sizes.get("T", 1) <= MAX_TOKENS:
             raise ValueError(f"{name}: expected 1 to {MAX_TOKENS} tokens, found {sizes['T']}")
         is_right = is_right and (not dtypes or x.dtype in dtypes)
-        if not is_right or not (x.is_contiguous() or (num_strided and _is_dense(shape, x.stride(), num_strided))):
+        if not is_right or not (x.is_contiguous() or x[(0,) * num_strided].is_contiguous()):
             expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
             where = f" behind dimension {num_strided}" if num_strided else ""
             raise ValueError(
@@ -36,16 +36,6 @@ def check(
             )
         dtypes = dtypes and (x.dtype,)
     return sizes
-
-
-def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], num_strided: int) -> bool:
-    """Whether all dimensions but the first few are contiguous; to make a view and ask it takes longer."""
-    dense = 1
-    for size, stride in zip(reversed(shape[num_strided:]), reversed(strides[num_strided:]), strict=True):
-        if size != 1 and stride != dense:
-            return False
-        dense *= size
-    return True
 
 
 def check_counters(counters: Tensor, least: int = 1) -> None:

@@ -1,11 +1,11 @@
 """What every Triton kernel's launch shares: the interpreter's arithmetic, programmatic dependent launch, prefetching.
 
-With programmatic dependent launch (PDL) a kernel may start while its predecessor still runs. ``wait`` returns when the
-predecessor has finished and its writes are seen; every kernel of a chain calls it, before its first read of an
-activation and its first write to memory, also one that reads nothing of its predecessor: otherwise the work of the
-kernel two back is not ordered. Weights may be read before. ``signal`` lets the successor be scheduled. Some signal
-before they wait: what a kernel reads before its wait must be older than every kernel back to the last one that waited
-before it signalled (a step's first, ``embed_norm``, does).
+With programmatic dependent launch (PDL) a kernel may start while its predecessor still runs. A wait returns when the
+predecessor has finished and its writes are seen; every kernel of a chain waits, before its first read of an activation
+and its first write to memory, also one that reads nothing of its predecessor: otherwise the work of the kernel two back
+is not ordered. Weights may be read before. A signal lets the successor be scheduled. Some signal before they wait: what
+a kernel reads before its wait must be older than every kernel back to the last one that waited before it signalled (a
+step's first, ``embed_norm``, does).
 Source: CUDA programming guide, programmatic dependent launch; specs/verifier-kernels.md section 3.
 """
 
@@ -13,30 +13,22 @@ import ctypes
 from functools import cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run in Triton's interpreter, whose bfloat16 arithmetic is wrong and which knows no PDL."""
+
 
 @triton.jit
-def wait(IS_CHAINED: tl.constexpr) -> None:
-    """Wait for the predecessor in a chain."""
+def follow(IS_CHAINED: tl.constexpr, IS_EARLY: tl.constexpr = False) -> None:  # type: ignore[assignment]
+    """In a chain, wait and then signal, as most kernels do; or signal, then wait."""
     if IS_CHAINED:
+        if IS_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
-
-
-@triton.jit
-def signal(IS_CHAINED: tl.constexpr) -> None:
-    """Let the successor in a chain be scheduled."""
-    if IS_CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
-
-
-@triton.jit
-def follow(IS_CHAINED: tl.constexpr) -> None:
-    """Wait, then signal, as most kernels of a chain do."""
-    wait(IS_CHAINED)
-    signal(IS_CHAINED)
+        if not IS_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
 
 
 @triton.jit
@@ -76,24 +68,25 @@ def keep_shared_memory() -> None:
     triton.knobs.runtime.kernel_load_end_hook.add(prefer)
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, whose bfloat16 arithmetic is wrong and which knows no PDL."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+@triton.constexpr_function
+def dot_dtype(dtype: tl.dtype) -> tl.dtype:
     """What to cast the operands of ``tl.dot`` to: float32 in the interpreter, their own dtype on a GPU."""
-    if is_interpreted() or dtype == torch.float32:
-        return tl.float32
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    return tl.float32 if IS_INTERPRETED else dtype
 
 
+@triton.constexpr_function
 def padded(width: int) -> int:
     """What a side of ``tl.dot`` takes: a power of two, at least 16."""
     return int(max(16, triton.next_power_of_2(width)))
 
 
+@triton.constexpr_function
+def num_lines(size: int, dtype: tl.dtype) -> int:
+    """How many lines of 128 bytes so many numbers take, as a power of two."""
+    return int(triton.next_power_of_2(triton.cdiv(size * dtype.primitive_bitwidth, 1024)))
+
+
 def options(is_chained: bool) -> dict[str, Any]:
     """The launch arguments that switch PDL; none in the interpreter."""
-    is_chained = is_chained and not is_interpreted()
+    is_chained = is_chained and not IS_INTERPRETED
     return {"IS_CHAINED": is_chained, "launch_pdl": is_chained}

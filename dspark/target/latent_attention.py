@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from dspark.kernels import mla
+from dspark.kernels.rotary import rotate_interleaved_pairs
 from dspark.layers.rms_norm import RMSNorm
-from dspark.layers.rotary import rotate_interleaved_pairs
 from dspark.target.cache import Layout, View
 from dspark.target.config import TargetConfig
 

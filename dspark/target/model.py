@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from dspark.kernels.rotary import rotary_angles
 from dspark.layers.mlp import SwiGLU
 from dspark.layers.rms_norm import RMSNorm
-from dspark.layers.rotary import rotary_angles
 from dspark.target.cache import Layout, LinearMemory, LinearStage, LingCache
 from dspark.target.config import TargetConfig
 from dspark.target.experts import MixtureOfExperts

@@ -6,7 +6,7 @@ import torch
 
 from dspark.errors import ConfigError
 from dspark.kernels import MAX_TOKENS
-from dspark.layers.rotary import rotary_angles
+from dspark.kernels.rotary import rotary_angles
 from dspark.target.config import TargetConfig
 from dspark.verifier.weights import Shard
 

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from dspark.draft.backbone import DraftAttention, draft_rotary
 from dspark.kernels.anchor_attention import attend
-from dspark.layers.rotary import rotate_half_pairs, rotate_interleaved_pairs
+from dspark.kernels.rotary import rotate_half_pairs, rotate_interleaved_pairs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

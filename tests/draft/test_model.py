@@ -17,7 +17,7 @@ from dspark.draft.backbone import Anchored, DraftAttention
 from dspark.draft.model import DraftModel
 from dspark.errors import DraftMismatchError
 from dspark.kernels.anchor_attention import attend
-from dspark.layers.rotary import rotate_interleaved_pairs
+from dspark.kernels.rotary import rotate_interleaved_pairs
 
 
 @pytest.fixture

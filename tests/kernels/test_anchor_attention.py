@@ -264,8 +264,8 @@ def test_the_kernels_compile_for_sm90_with_next_to_no_spills(kv_heads: int, widt
         kinds = OTHERS if name == "keys_kernel" else {k: v for k, v in OTHERS.items() if k != "num_tokens"}
         if name == "forward_kernel":
             kinds = {k: v for k, v in kinds.items() if k not in ("delta", "out_scale")}
-        sizes = {"HEADS": 32, "GROUP": 32 // kv_heads, "E": width, "E_PAD": width, "K": 8, "ROWS": table["rows"]}
-        sizes |= {"SIZE": table["keys"], "AT_ONCE": 8, "DOT": "tl.bfloat16"}
+        sizes = {"HEADS": 32, "GROUP": 32 // kv_heads, "E": width, "K": 8, "AT_ONCE": 8}
+        sizes |= {size: table[size] for size in ("ROWS", "SIZE")}
         shape = {option: table[option] for option in ("num_warps", "num_stages")}
         kernels.append({"name": name, "signature": arguments | kinds, "constexprs": sizes, **shape})
     for name, one in zip(FLOATS, compile_sm90("dspark.kernels.anchor_attention.kernel", kernels), strict=True):

@@ -13,7 +13,7 @@ from dspark.draft.backbone import DraftAttention
 from dspark.kernels import block_attention
 from dspark.kernels.anchor_attention import attend as attend_all
 from dspark.kernels.block_attention import kernel, reference
-from dspark.layers.rotary import rotary_angles
+from dspark.kernels.rotary import rotary_angles
 
 
 @dataclass(frozen=True)
@@ -262,10 +262,9 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
     bf16 = dict.fromkeys(("qkv", "q_norm", "k_norm", "q", "keys", "values", "o"), "*bf16")
     kinds = bf16 | dict.fromkeys(("angles", "context", "lse"), "*fp32") | {"start": "*i64", "length": "*i64"}
     kinds |= {"eps": "fp32", "scale_log2": "fp32"} | dict.fromkeys(("num_tokens", "num_rows", "num_splits"), "i32")
-    sizes = {"QKV_STRIDE": 3072, "QUERIES": 8, "PAIRS_PAD": 64, "GROUP": 1, "WIDTH": 128, "WIDTH_PAD": 128, "TILE": 16}
-    sizes |= dict.fromkeys(("KEYS_STRIDE", "VALUES_STRIDE"), 32784 * 128) | {"BLOCK": kernel.BLOCK_ROWS, "AHEAD": 2}
-    sizes |= {"LINES": 128, "DOT": "tl.bfloat16", "IS_CHAINED": True, "SPLITS": 33, "SPLITS_PAD": 64, "COLUMNS": 32}
-    sizes |= {"HEADS": 8}
+    sizes = {"QKV_STRIDE": 3072, "QUERIES": 8, "GROUP": 1, "WIDTH": 128, "TILE": 16, "HEADS": 8}
+    sizes |= dict.fromkeys(("KEYS_STRIDE", "VALUES_STRIDE"), 32784 * 128) | {"BLOCK": kernel.BLOCK_ROWS}
+    sizes |= {"IS_CHAINED": True, "SPLITS": 33, "COLUMNS": 32}
     kernels = [
         {
             "name": function.__name__,

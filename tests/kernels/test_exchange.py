@@ -9,8 +9,8 @@ import torch
 from kernels.compiling import compile_sm90
 
 from dspark.kernels import exchange
-from dspark.kernels.exchange import kernel, reference
-from dspark.kernels.residual.reference import partial_sum
+from dspark.kernels.exchange import kernel
+from dspark.kernels.residual.reference import add_norm, partial_sum
 
 EPS = 1e-6
 ROWS = 3
@@ -85,8 +85,8 @@ def test_every_rank_gets_the_sum_of_all_ranks_in_turn_after_turn(
     for call, num_tokens in enumerate((2, 1, 3, 2, 3)):
         inputs = rank_inputs(num_ranks, num_tokens, 2, width, kernel_device, call, dtype)
         outputs = ranks.call(inputs)
-        partials_RTD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]).to(sent) for x in inputs])
-        expected = reference.sum_norm(partials_RTD, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
+        partials_TRD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]).to(sent) for x in inputs], 1)
+        expected = add_norm(partials_TRD, None, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
         for actual in outputs:
             for mine, first, right in zip(actual, outputs[0], expected, strict=True):
                 assert torch.equal(mine, first), "bits differ between ranks"
@@ -115,8 +115,8 @@ def test_a_rank_may_push_the_next_call_before_another_has_read_this_one(kernel_d
         if call + 1 < len(calls):
             ranks.push(0, calls[call + 1])
         second = ranks.receive(1, inputs)
-        partials_RTD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]) for x in inputs])
-        expected = reference.sum_norm(partials_RTD, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
+        partials_TRD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]) for x in inputs], 1)
+        expected = add_norm(partials_TRD, None, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
         torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(second, expected, rtol=1e-5, atol=1e-5)
 
@@ -134,8 +134,8 @@ def test_gathers_and_sums_are_one_series(num_ranks: int, kernel_device: torch.de
             for found_RTC in ranks.gather(values):
                 assert torch.equal(found_RTC, torch.stack(values))
         inputs = rank_inputs(num_ranks, num_tokens, 1, width, kernel_device, call, torch.float32)
-        partials_RTD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]) for x in inputs])
-        expected = reference.sum_norm(partials_RTD, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
+        partials_TRD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]) for x in inputs], 1)
+        expected = add_norm(partials_TRD, None, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
         for actual in ranks.call(inputs):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert not any(errors.any() for errors in ranks.errors)
@@ -185,24 +185,22 @@ def test_flash_rows_compile_for_sm90_without_spills_and_wait_before_they_write()
     signature |= dict.fromkeys(("residual", "norm_weight", "new_residual", "normed"), "*bf16")
     signature |= {"peers": "*i64", "turns": "*i32", "errors": "*i32", "eps": "fp32"}
     signature |= dict.fromkeys(("num_tokens", "rank", "limit_microseconds"), "i32")
-    sizes = {"WIDTH": 2560, "RANKS": 4, "RANKS_PAD": 4, "ROWS": 16, "BLOCK": 4096}
-    sizes |= {"DO_PUSH": True, "DO_RECEIVE": True, "IS_CHAINED": True, "POLLS_PER_LOOK": 256, "HAS_CLOCK": True}
+    sizes = {"WIDTH": 2560, "RANKS": 4, "ROWS": 16, "DO_PUSH": True, "DO_RECEIVE": True, "IS_CHAINED": True}
     kernels = [
         {
             "name": "exchange_kernel",
             "signature": signature | {"slots": pointer},
-            "constexprs": sizes | {"PARTS": 9, "EMPTY_BITS": kernel.EMPTY[dtype]},
+            "constexprs": sizes | {"PARTS": 9},
             "num_warps": 16,
             "maxnreg": 128,
         }
-        for pointer, dtype in (("*fp32", torch.float32), ("*bf16", torch.bfloat16))
+        for pointer in ("*fp32", "*bf16")
     ]
     names = ("peers", "turns", "errors", "num_tokens", "rank", "limit_microseconds")
     signature = {name: signature[name] for name in names} | {"values": "*i32", "gathered": "*i32", "slots": "*fp32"}
     for columns in (1, 2, 2560):
         more = {"COLUMNS": columns, "COLUMNS_PAD": max(512, 1 << (columns - 1).bit_length())}
-        constexprs = sizes | more | {"EMPTY_BITS": kernel.EMPTY[torch.float32]}
-        kernels.append({"name": "gather_kernel", "signature": signature, "constexprs": constexprs, "num_warps": 16})
+        kernels.append({"name": "gather_kernel", "signature": signature, "constexprs": sizes | more, "num_warps": 16})
     for number, compiled in enumerate(compile_sm90("dspark.kernels.exchange.kernel", kernels)):
         assert compiled.spill_bytes == 0
         assert compiled.ptx.index("griddepcontrol.wait") < compiled.ptx.index("st.global")
@@ -237,8 +235,8 @@ def test_gpu_check_two_ranks_on_two_streams_wait_for_each_other(kernel_device: t
         weights_RTK = torch.stack([x["weights_TK"] for x in inputs])
         assert all(torch.equal(bits_RTK.view(torch.float32), weights_RTK) for bits_RTK in found)
     for inputs, first, second in zip(calls, outputs[::2], outputs[1::2], strict=True):
-        partials_RTD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]) for x in inputs])
-        expected = reference.sum_norm(partials_RTD, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
+        partials_TRD = torch.stack([partial_sum(x["parts_TKD"], x["weights_TK"]) for x in inputs], 1)
+        expected = add_norm(partials_TRD, None, inputs[0]["residual_TD"], inputs[0]["norm_weight_D"], EPS)
         for mine, other, right in zip(first, second, expected, strict=True):
             assert torch.equal(mine, other)
             torch.testing.assert_close(mine, right, rtol=2**-6, atol=2**-6)

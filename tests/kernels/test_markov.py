@@ -135,8 +135,7 @@ def test_a_quarter_of_the_vocabulary_fits_in_registers_for_sm90() -> None:
     pointers = dict.fromkeys(("mixed", "w2"), "*bf16") | {"row": "*i64", "ids": "*i64"}
     pointers |= dict.fromkeys(("base", "noise", "inverse_temperature", "logits", "best"), "*fp32")
     pointers |= {"partial": "*i64", "counters": "*i32", "first_id": "i32"}
-    sizes = {"V": 39296, "RANK": 256, "CHUNK": 64, "ROWS": kernel.HELD[2] // 256, "PROGRAMS": 614}
-    sizes |= {"PROGRAMS_PAD": 1024, "IS_CHAINED": True}
+    sizes = {"V": 39296, "RANK": 256, "CHUNK": 64, "ROWS": kernel.HELD[2] // 256, "IS_CHAINED": True}
     kernels = []
     for absent in (("noise", "inverse_temperature", "logits"), ()):
         constexprs = sizes | dict.fromkeys(absent)

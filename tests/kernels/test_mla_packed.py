@@ -95,8 +95,8 @@ def test_the_kernel_compiles_for_sm90_without_spills() -> None:
     signature = dict.fromkeys(names, "*bf16") | {"chunks": "*i32", "past": "i32", "scale": "fp32"}
     row = 8 * 192 + 512 + 64 + 8  # one of four ranks of flash
     sizes = {"Q_STRIDE": row, "Q_HEAD": 192, "TURNED_STRIDE": 9 * 64, "TURNED_K_STRIDE": 576, "GATE_STRIDE": row}
-    sizes |= {"HEADS": 8, "E": 128, "R": 64, "F": 128, "E_PAD": 128, "R_PAD": 64, "F_PAD": 128}
-    sizes |= {"ROWS": mla.PACKED_ROWS, "KEYS": packed.SHAPE["KEYS"], "DOT": "tl.bfloat16"}
+    sizes |= {"HEADS": 8, "E": 128, "R": 64, "F": 128}
+    sizes |= {"ROWS": mla.PACKED_ROWS, "KEYS": packed.SHAPE["KEYS"]}
     shape = {name: packed.SHAPE[name] for name in ("num_warps", "num_stages")}
     kernel = {"name": "packed_kernel", "signature": signature, "constexprs": sizes, **shape}
     (compiled,) = compile_sm90("dspark.kernels.mla.packed", [kernel])

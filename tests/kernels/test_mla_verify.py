@@ -10,7 +10,7 @@ from tiny import TINY_LING
 
 from dspark.kernels import mla
 from dspark.kernels.mla import kernel, reference
-from dspark.layers.rotary import rotary_angles
+from dspark.kernels.rotary import rotary_angles
 from dspark.target.cache import Layout, View
 from dspark.target.config import parse_target_config
 from dspark.target.latent_attention import LatentAttention
@@ -335,13 +335,11 @@ def test_flash_shapes_compile_for_sm90_without_spills_and_wait_before_they_write
         return {name: kinds[name] for name in names.split()}
 
     absorb_sizes = {"PROJECTED_STRIDE": 2120, "KEYS_STRIDE": 256 * 512, "ROWS_STRIDE": 576, "NOPE": 128, "ROPE": 64}
-    absorb_sizes |= {"LATENT": 512, "NOPE_PAD": 128, "HEADS_PAD": 8, "PAIRS_PAD": 32, "LATENT_PAD": 512}
-    absorb_sizes |= {"COLUMNS": 32, "TOKENS": 16, "AHEAD": 64, "LINES": 1024, "DOT": "tl.bfloat16"}
-    attend_sizes = {"ROWS_STRIDE": 576, "VALUE": 512, "ROPE": 64, "VALUE_PAD": 512, "ROPE_PAD": 64}
-    attend_sizes |= {"BLOCK": kernel.BLOCK_ROWS, "LINES": 1024, "DOT": "tl.bfloat16"}
+    absorb_sizes |= {"LATENT": 512, "COLUMNS": 32}
+    attend_sizes = {"ROWS_STRIDE": 576, "VALUE": 512, "ROPE": 64}
     tiles = [kernel.attend_tiles(torch.bfloat16, num_steps) for num_steps in (2, 3)]
     finish_sizes = {"GATE_STRIDE": 2120, "VALUES_STRIDE": 256 * 512, "WIDTH": 128, "LATENT": 512, "SPLITS": 66}
-    finish_sizes |= {"LATENT_PAD": 512, "GROUP": 16, "COLUMNS": 128}
+    finish_sizes |= {"COLUMNS": 128}
     kernels = [
         {
             "name": "absorb_kernel",

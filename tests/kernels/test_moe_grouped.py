@@ -36,8 +36,8 @@ def check(inputs: list[torch.Tensor], block_rows: int, changes: dict[str, int]) 
     """No further from the float64 definition than torch in the working dtype, and under the ceiling."""
     x_ND, ids_NJ, gate_up_XCD, down_XDI, limits_X = inputs
     tiles = grouped.tile_rows(*moe.sort_by_expert(ids_NJ, len(limits_X)), block_rows)
-    act_MI = grouped.up(x_ND, gate_up_XCD, limits_X, tiles, **changes)
-    found_ND = grouped.down(act_MI, down_XDI, tiles, **changes).view(*ids_NJ.shape, -1).double()
+    act_MI = grouped.multiply(x_ND, gate_up_XCD, limits_X, tiles, grouped.UP | changes)
+    found_ND = grouped.multiply(act_MI, down_XDI, None, tiles, grouped.DOWN | changes).view(*ids_NJ.shape, -1).double()
     truth_ND = reference.run_each(x_ND.double(), ids_NJ, gate_up_XCD.double(), down_XDI.double(), limits_X)
     torchs_ND = reference.run_each(*inputs).double()
 
@@ -57,7 +57,7 @@ def check(inputs: list[torch.Tensor], block_rows: int, changes: dict[str, int]) 
 def test_experts_equal_their_definition(
     num_rows: int, sizes: tuple[int, int, int, int], kernel_device: torch.device
 ) -> None:
-    check(random_inputs(num_rows, sizes, kernel_device), 16, {"block_n": 32})
+    check(random_inputs(num_rows, sizes, kernel_device), 16, {"BLOCK_N": 32})
     assert moe.run_each(*random_inputs(num_rows, sizes, kernel_device)).shape == (num_rows, sizes[1], sizes[2])
 
 
@@ -73,12 +73,12 @@ def test_a_row_that_is_nan_touches_no_other(kernel_device: torch.device) -> None
 
 def flash_quarter(choice: dict[str, int], halves: int) -> dict[str, Any]:
     signature = {"outputs": "*bf16", "inputs": "*bf16", "weights": "*bf16", "order": "*i64", "tiles": "*i32"}
-    sizes = {"HALVES": halves, "J": 9, "WIDTH": 192, "K": 2560, "BLOCK_M": grouped.BLOCK_ROWS, "DOT": "tl.bfloat16"}
+    sizes = {"HALVES": halves, "J": 9, "WIDTH": 192, "K": 2560, "BLOCK_M": grouped.BLOCK_ROWS}
     if halves == 2:
         signature["limits"] = "*fp32"
     else:
         sizes |= {"J": 1, "WIDTH": 2560, "K": 192, "limits": None}
-    sizes |= {"BLOCK_N": choice["block_n"], "BLOCK_K": choice["block_k"]}
+    sizes |= {"BLOCK_N": choice["BLOCK_N"], "BLOCK_K": choice["BLOCK_K"]}
     shape = {"num_warps": choice["num_warps"], "num_stages": choice["num_stages"]}
     order = grouped.product_kernel.arg_names
     signature = {name: signature.get(name, "constexpr") for name in order}
@@ -88,7 +88,7 @@ def flash_quarter(choice: dict[str, int], halves: int) -> dict[str, Any]:
 def test_the_kernels_compile_for_sm90_without_spills() -> None:
     kernels = [flash_quarter(grouped.UP, 2), flash_quarter(grouped.DOWN, 1)]
     tile = {"name": "tile_kernel", "signature": {"tiles": "*i32", "ends": "*i32"}, "num_warps": 4}
-    tile["constexprs"] = {"X": 513, "BLOCK_X": 1024, "BLOCK_M": grouped.BLOCK_ROWS}
+    tile["constexprs"] = {"X": 513, "BLOCK_M": grouped.BLOCK_ROWS}
     for compiled in compile_sm90("dspark.kernels.moe.grouped", [*kernels, tile]):
         assert compiled.spill_bytes == 0
         assert compiled.shared_bytes <= 227 * 1024

@@ -138,17 +138,18 @@ def flash_part(is_up: bool, choice: dict[str, Any], inner: int = 192, padded_tok
         "R": inner if is_up else 2560,
         "K": 2560 if is_up else inner,
         "N": padded_tokens,
-        "PADDED": 16,
         "BLOCK_R": choice["block_rows"],
         "BLOCK_K": choice["block_k"],
         "STAGES": choice["num_stages"],
         "IS_WHOLE": choice["form"] == "whole",
         "LINES": 32 * choice["num_warps"],
-        "DOT": "tl.bfloat16",
         "IS_CHAINED": True,
     }
     signature = {"inputs": "*bf16", "weights": "*bf16", "limits": "*fp32", "experts": "*i32", "pairs": "*i32"}
     signature |= {"outputs": "*bf16", "last_expert": "i32"}
+    if not is_up:
+        del signature["limits"]
+        constexprs["limits"] = None
     shape = {"num_warps": choice["num_warps"], "num_stages": choice["num_stages"]}
     return {"name": "_unit_kernel", "signature": signature, "constexprs": constexprs, **shape}
 

@@ -39,10 +39,10 @@ def is_close(y: torch.Tensor, torch_y: torch.Tensor, truth: torch.Tensor, dtype:
 
     The interpreter cuts off where a GPU rounds to bfloat16: twice the error.
     """
-    factor = 2.5 if launch.is_interpreted() and dtype == torch.bfloat16 else 1.25
+    factor = 2.5 if launch.IS_INTERPRETED and dtype == torch.bfloat16 else 1.25
     assert y.shape == truth.shape
     error, torch_error = ((a.double() - truth).square().mean().sqrt() for a in (y, torch_y))
-    slack = 1e-7 if launch.is_interpreted() else 1e-6  # a GPU's float32 chains are longer than torch's
+    slack = 1e-7 if launch.IS_INTERPRETED else 1e-6  # a GPU's float32 chains are longer than torch's
     assert error <= factor * torch_error + slack * truth.square().mean().sqrt(), (error, torch_error)
     assert (y.double() - truth).abs().max() <= CEILING[dtype] * truth.abs().max()
     assert truth.abs().max() > 0.1
@@ -125,7 +125,7 @@ def check_prepared(
     y_TC, prepared_TC = project_prepared(inputs, counters, tile=tile)
     assert not counters.any()
     plain_TC = kernel.project(*inputs[:2], counters, tile=tile)
-    if tile is None and not launch.is_interpreted() and ring.fits(*inputs[:2]):
+    if tile is None and not launch.IS_INTERPRETED and ring.fits(*inputs[:2]):
         is_close(y_TC, plain_TC, inputs[0].double() @ inputs[1].double().T, dtype)
     else:
         assert torch.equal(y_TC, plain_TC)
@@ -291,17 +291,9 @@ def compile_kernel(name: str) -> dict:
     sizes = {"C": rows, "D": columns, "WIDTH": width or columns, "PADDED_WIDTH": width or columns}
     sizes |= {"H": 8, "E": 128, "J": 4 if name == "KDA in-projection" else 0}
     cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "SLICES": tile.slices, "SPLITS": splits, "HELD": tile.held}
-    prefetch = {
-        "NUM_CHUNKS": 4 if steps and tile.is_prefetched else 0,
-        "CHUNK": 256,
-        "POLICY": "evict_first",
-        "num_stages": tile.num_stages,
-    }
-    flags = {
-        "IS_WHOLE": splits * share == columns,
-        "DOT": "tl.float32" if is_float32 else "tl.bfloat16",
-        "IS_CHAINED": True,
-    }
+    num_chunks = 4 if steps and not is_float32 else 0
+    prefetch = {"NUM_CHUNKS": num_chunks, "CHUNK": 256, "num_stages": tile.num_stages}
+    flags = {"IS_WHOLE": splits * share == columns, "IS_CHAINED": True}
     constexprs = {**sizes, **cut, "STEPS": steps, **prefetch, **flags, **dict.fromkeys(absent)}
     signature = {**tensors, "partial": "*fp32", "counters": "*i32", **scalars, **strides}
     order = kernel.project_kernel.arg_names

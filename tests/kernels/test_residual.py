@@ -140,18 +140,18 @@ def test_wrong_shapes_and_dtypes_are_refused() -> None:
 
 def test_flash_rows_compile_for_sm90_without_spills_and_wait_before_they_write() -> None:
     pointers = dict.fromkeys(("residual", "norm_weight", "new_residual", "normed"), "*bf16") | {"eps": "fp32"}
-    sizes = {"WIDTH": 2560, "BLOCK": 4096, "IS_CHAINED": True}
+    sizes = {"WIDTH": 2560, "IS_CHAINED": True}
     launched = {"num_warps": kernel.warps_for(2560), "maxnreg": kernel.registers_for(kernel.warps_for(2560))}
-    add = {"name": "add_norm_kernel", "signature": {"parts": "*bf16"} | pointers} | launched
-    weighted = add | {"signature": {"parts": "*bf16", "weights": "*fp32"} | pointers}
-    embed_pointers = {k: v for k, v in pointers.items() if k != "residual"}
-    embed = {"name": "embed_norm_kernel", "signature": {"ids": "*i64", "embedding": "*bf16"} | embed_pointers}
+    name = {"name": "add_norm_kernel"}
+    weighted = name | {"signature": {"parts": "*bf16", "weights": "*fp32"} | pointers} | launched
+    add = name | {"signature": {"parts": "*bf16"} | pointers} | launched
+    embed = name | {"signature": {"ids": "*i64"} | pointers} | launched
     moe, attention, first = compile_sm90(
         "dspark.kernels.residual.kernel",
         [
-            weighted | {"constexprs": {"PARTS": 9} | sizes},
-            add | {"constexprs": {"PARTS": 1, "weights": None} | sizes},
-            embed | launched | {"constexprs": sizes},
+            weighted | {"constexprs": {"PARTS": 9, "ids": None} | sizes},
+            add | {"constexprs": {"PARTS": 1, "weights": None, "ids": None} | sizes},
+            embed | {"constexprs": {"PARTS": 0, "parts": None, "weights": None} | sizes},
         ],
     )
     for compiled, is_early in ((moe, True), (attention, True), (first, False)):

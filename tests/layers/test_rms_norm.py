@@ -19,13 +19,13 @@ def test_rms_norm_adds_eps_under_the_root(ling_golden: dict, dtype: torch.dtype,
 
 def test_statistics_of_bfloat16_are_float32() -> None:
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    y = RMSNorm(512).bfloat16()(x)
-    assert torch.equal(y, RMSNorm(512)(x.float()).bfloat16())
+    y = RMSNorm(512, 1e-6).bfloat16()(x)
+    assert torch.equal(y, RMSNorm(512, 1e-6)(x.float()).bfloat16())
 
 
 def test_the_dtype_stays_under_a_gpus_autocast_too() -> None:
     """Some versions of torch have the norm in float32 there, and the values beside its keys in bfloat16."""
-    norm = RMSNorm(16)
+    norm = RMSNorm(16, 1e-6)
     del norm._parameters["weight"]
     with FakeTensorMode(), torch.no_grad():
         x_NE, norm.weight = torch.empty(3, 16, device="cuda", dtype=torch.bfloat16), torch.empty(16, device="cuda")

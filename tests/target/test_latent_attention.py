@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.layers.rotary import rotary_angles
+from dspark.kernels.rotary import rotary_angles
 from dspark.target.cache import Layout, LingCache
 from dspark.target.config import TargetConfig
 from dspark.target.latent_attention import LatentAttention

@@ -54,8 +54,14 @@ def _joined(most_L, sum_L):
 
 
 @triton.jit
-def _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L):
+def _overlap(
+    draft, teacher, start, sums, most_q, log_q, most_p, log_p, V: tl.constexpr, GROUP: tl.constexpr,
+    LANES: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
     """Sums of p log2(p / q), min(p, q) and q sign(p - q), one tile further."""
+    gap_L, least_L, inner_L = sums
+    zq_GL = _tile(draft, start, V, GROUP, LANES, IS_WHOLE)
+    zp_GL = _tile(teacher, start, V, GROUP, LANES, IS_WHOLE)
     log_q_GL, log_p_GL = (zq_GL - most_q) * LOG2_E - log_q, (zp_GL - most_p) * LOG2_E - log_p
     q_GL, p_GL = tl.exp2(log_q_GL), tl.exp2(log_p_GL)
     gap_L += tl.sum(p_GL * (log_p_GL - log_q_GL), 0)
@@ -91,31 +97,25 @@ def compare_kernel(
     most_p, log_p = _joined(most_p_L, sum_p_L)
     # The teacher's first most likely token lies in the first tile of those in which a lane met the maximum.
     top_start = tl.min(tl.where(most_p_L == most_p, first_L, V), 0)
-    gap_L, least_L, inner_L = zero_L, zero_L, zero_L
+    sums = zero_L, zero_L, zero_L
     if WHOLE < V:
-        zq_GL = _tile(draft, WHOLE, V, GROUP, LANES, False)
-        zp_GL = _tile(teacher, WHOLE, V, GROUP, LANES, False)
-        gap_L, least_L, inner_L = _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L)
+        sums = _overlap(draft, teacher, WHOLE, sums, most_q, log_q, most_p, log_p, V, GROUP, LANES, False)
     for end in range(0, WHOLE, TILE):
-        zq_GL = _tile(draft, WHOLE - TILE - end, V, GROUP, LANES, True)
-        zp_GL = _tile(teacher, WHOLE - TILE - end, V, GROUP, LANES, True)
-        gap_L, least_L, inner_L = _overlap(zq_GL, zp_GL, most_q, log_q, most_p, log_p, gap_L, least_L, inner_L)
+        start = WHOLE - TILE - end
+        sums = _overlap(draft, teacher, start, sums, most_q, log_q, most_p, log_p, V, GROUP, LANES, True)
+    gap_L, least_L, inner_L = sums
     column_GL = top_start + tl.arange(0, GROUP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     zp_GL = _tile(teacher, top_start, V, GROUP, LANES, False)
     top = tl.min(tl.min(tl.where(zp_GL == most_p, column_GL, V), 0), 0)
     label = tl.load(labels + row)
     agrees = tl.load(draft + tl.minimum(top, V - 1)).to(tl.float32) == most_q  # no logit of a row of NaN is the most
-    place = figures + row
-    tl.store(place, tl.load(draft + label).to(tl.float32) - most_q - log_q / LOG2_E)
-    tl.store(place + P, tl.load(teacher + label).to(tl.float32) - most_p - log_p / LOG2_E)
-    tl.store(place + 2 * P, tl.sum(gap_L, 0) / LOG2_E)
-    tl.store(place + 3 * P, tl.sum(least_L, 0))
-    tl.store(place + 4 * P, agrees.to(tl.float32))
-    tl.store(place + 5 * P, tl.sum(inner_L, 0))
-    tl.store(place + 6 * P, most_q)
-    tl.store(place + 7 * P, log_q)
-    tl.store(place + 8 * P, most_p)
-    tl.store(place + 9 * P, log_p)
+    draft_logprob = tl.load(draft + label).to(tl.float32) - most_q - log_q / LOG2_E
+    teacher_logprob = tl.load(teacher + label).to(tl.float32) - most_p - log_p / LOG2_E
+    divergence, acceptance, inner = tl.sum(gap_L, 0) / LOG2_E, tl.sum(least_L, 0), tl.sum(inner_L, 0)
+    kept = (inner, most_q, log_q, most_p, log_p)
+    numbers = (draft_logprob, teacher_logprob, divergence, acceptance, agrees.to(tl.float32)) + kept  # noqa: RUF005
+    for i in tl.static_range(len(numbers)):
+        tl.store(figures + i * P + row, numbers[i])
 
 
 @triton.jit

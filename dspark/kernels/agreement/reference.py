@@ -52,12 +52,8 @@ class Scales(NamedTuple):
     length: Tensor
 
 
-class Laws(NamedTuple):
-    """What ``gradient`` needs of a piece: both laws, q the draft's and p the teacher's, and the labels."""
-
-    q_PV: Tensor
-    p_PV: Tensor
-    label_P1: Tensor
+Laws = tuple[Tensor, Tensor, Tensor]
+"""What ``gradient`` needs of a piece: q_PV the draft's law, p_PV the teacher's, and the labels, label_P1."""
 
 
 def compare(draft_PV: Tensor, teacher_MV: Tensor, teacher_rows_P: Tensor, labels_P: Tensor) -> tuple[Figures, Laws]:
@@ -75,7 +71,7 @@ def compare(draft_PV: Tensor, teacher_MV: Tensor, teacher_rows_P: Tensor, labels
     divergence_P = teacher_logprobs_PV.sub_(draft_logprobs_PV).mul_(p_PV).sum(1)
     q_PV = draft_logprobs_PV.exp_()
     acceptance_P = torch.minimum(p_PV, q_PV).sum(1)
-    return Figures(label_q_P, label_p_P, divergence_P, acceptance_P, agrees_P), Laws(q_PV, p_PV, label_P1)
+    return Figures(label_q_P, label_p_P, divergence_P, acceptance_P, agrees_P), (q_PV, p_PV, label_P1)
 
 
 def gradient(kept: Laws, slopes: Slopes) -> Tensor:

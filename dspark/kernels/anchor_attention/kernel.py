@@ -23,12 +23,14 @@ from torch import Tensor
 
 from dspark.kernels import launch
 
-FORWARD = {"rows": 64, "keys": 64, "heads": 8, "num_warps": 4, "num_stages": 3}
-QUERIES = {"rows": 128, "keys": 64, "heads": 8, "num_warps": 8, "num_stages": 3}
-KEYS = {"rows": 64, "keys": 64, "heads": 8, "num_warps": 4, "num_stages": 2}
-"""Tiles for 16 bits and heads of up to 128. ``heads`` walk together: few share L2, many even out the last programs."""
-WIDE = {"rows": 64, "keys": 64, "num_warps": 8, "num_stages": 2}
-FLOAT32 = {"rows": 16, "keys": 16, "num_warps": 4, "num_stages": 1}
+FORWARD = {"ROWS": 64, "SIZE": 64, "num_warps": 4, "num_stages": 3}
+QUERIES = {"ROWS": 128, "SIZE": 64, "num_warps": 8, "num_stages": 3}
+KEYS = {"ROWS": 64, "SIZE": 64, "num_warps": 4, "num_stages": 2}
+"""Tiles of rows and keys for 16 bits and heads of up to 128."""
+AT_ONCE = 8
+"""Heads that walk together: few share L2, many even out the last programs."""
+WIDE = {"ROWS": 64, "SIZE": 64, "num_warps": 8, "num_stages": 2}
+FLOAT32 = {"ROWS": 16, "SIZE": 16, "num_warps": 4, "num_stages": 1}
 """What wider heads and float32, which is for tests and small models, change."""
 LOG2_E = 1.4426950408889634
 
@@ -57,22 +59,20 @@ def _partial(i, first, whole_first, whole_last, last, SIZE: tl.constexpr):
 
 @triton.jit
 def _rows(
-    base, first, last, STRIDE: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, SIZE: tl.constexpr,
-    IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+    base, first, last, STRIDE: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr
 ):  # fmt: skip
     """Rows ``first .. first+SIZE-1`` of a head; of a partial tile those from ``last`` on repeat the last."""
-    n, e = tl.arange(0, SIZE), tl.arange(0, E_PAD)
+    DOT: tl.constexpr = launch.dot_dtype(base.dtype.element_ty)
+    n, e = tl.arange(0, SIZE), tl.arange(0, launch.padded(E))
     if IS_PARTIAL:
         n = tl.minimum(n, last - 1 - first)
     pointers = base + tl.cast(first, tl.int64) * STRIDE + (n[:, None] * STRIDE + e[None, :])
-    return (tl.load(pointers) if E == E_PAD else tl.load(pointers, mask=(e < E)[None, :], other=0.0)).to(DOT)
+    return (tl.load(pointers) if e.numel == E else tl.load(pointers, mask=(e < E)[None, :], other=0.0)).to(DOT)
 
 
 @triton.jit
 def _store(base, tile, first, last, STRIDE: tl.constexpr, E: tl.constexpr):
-    SIZE: tl.constexpr = tile.shape[0]
-    E_PAD: tl.constexpr = tile.shape[1]
-    n, e = tl.arange(0, SIZE), tl.arange(0, E_PAD)
+    n, e = tl.arange(0, tile.shape[0]), tl.arange(0, tile.shape[1])
     pointers = base + tl.cast(first, tl.int64) * STRIDE + (n[:, None] * STRIDE + e[None, :])
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=(first + n < last)[:, None] & (e < E)[None, :])
 
@@ -87,14 +87,13 @@ def _masked(scores_NT, low_N, high_N, first, last):
 
 @triton.jit
 def _attend(
-    carried, rows, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
-    SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+    carried, rows, keys, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
+    SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys in the online softmax. A row's largest score must be finite before a masked tile or in it."""
     sum_ME, most_M, total_M = carried
     q_ME = rows[0]
-    E_PAD: tl.constexpr = q_ME.shape[1]
-    k_JE = _rows(keys, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    k_JE = _rows(keys[0], first, last, STRIDE, E, SIZE, IS_PARTIAL)
     scores_MJ = tl.dot(q_ME, tl.trans(k_JE), input_precision="ieee")
     if IS_PARTIAL:
         scores_MJ = _masked(scores_MJ, low_M, high_M, first, last)
@@ -102,47 +101,50 @@ def _attend(
     shrink_M = tl.exp2(most_M - now_M)
     p_MJ = tl.exp2(scores_MJ * scale - now_M[:, None])
     total_M = total_M * shrink_M + tl.sum(p_MJ, 1)
-    v_JE = _rows(values, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
-    sum_ME = tl.dot(p_MJ.to(DOT), v_JE, sum_ME * shrink_M[:, None], input_precision="ieee")
+    v_JE = _rows(keys[1], first, last, STRIDE, E, SIZE, IS_PARTIAL)
+    sum_ME = tl.dot(p_MJ.to(v_JE.dtype), v_JE, sum_ME * shrink_M[:, None], input_precision="ieee")
     return sum_ME, now_M, total_M
 
 
 @triton.jit
 def _differentiate_q(
-    dq_ME, rows, keys, values, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
-    SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+    dq_ME, rows, keys, low_M, high_M, first, last, scale, STRIDE: tl.constexpr, E: tl.constexpr,
+    SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys in dQ, without the factor of the scores."""
     q_ME, do_ME, lse_M, delta_M = rows
-    E_PAD: tl.constexpr = q_ME.shape[1]
-    k_JE = _rows(keys, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
-    v_JE = _rows(values, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    k_JE = _rows(keys[0], first, last, STRIDE, E, SIZE, IS_PARTIAL)
+    v_JE = _rows(keys[1], first, last, STRIDE, E, SIZE, IS_PARTIAL)
     logs_MJ = tl.dot(q_ME, tl.trans(k_JE), input_precision="ieee") * scale - lse_M[:, None]
     if IS_PARTIAL:
         logs_MJ = _masked(logs_MJ, low_M, high_M, first, last)
     p_MJ = tl.exp2(logs_MJ)
     ds_MJ = p_MJ * (tl.dot(do_ME, tl.trans(v_JE), input_precision="ieee") - delta_M[:, None])
-    return tl.dot(ds_MJ.to(DOT), k_JE, dq_ME, input_precision="ieee")
+    return tl.dot(ds_MJ.to(k_JE.dtype), k_JE, dq_ME, input_precision="ieee")
 
 
 @triton.jit
 def _differentiate_kv(
-    dk_JE, dv_JE, k_JE, v_JE, queries, gradients, lse, delta, low_J, high_J, first, last, scale, STRIDE: tl.constexpr,
-    E: tl.constexpr, SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr, DOT: tl.constexpr,
+    carried, keys, rows, head, num_rows, low_J, high_J, first, last, scale, HEADS: tl.constexpr, E: tl.constexpr,
+    SIZE: tl.constexpr, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows in dK, without the factor of the scores, and dV. Keys are the large side of every product."""
-    E_PAD: tl.constexpr = k_JE.shape[1]
-    q_ME = _rows(queries, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
-    do_ME = _rows(gradients, first, last, STRIDE, E, E_PAD, SIZE, IS_PARTIAL, DOT)
+    """One tile of a head's rows in dK, without the factor of the scores, and dV. Keys are the large side of every
+    product.
+    """
+    dk_JE, dv_JE = carried
+    k_JE, v_JE = keys
+    q, do, lse, delta = rows
+    q_ME = _rows(q + head * E, first, last, HEADS * E, E, SIZE, IS_PARTIAL)
+    do_ME = _rows(do + head * E, first, last, HEADS * E, E, SIZE, IS_PARTIAL)
     m = first + tl.arange(0, SIZE)
-    row_M = tl.minimum(m, last - 1) if IS_PARTIAL else m
+    row_M = head * num_rows + (tl.minimum(m, last - 1) if IS_PARTIAL else m)
     logs_JM = tl.dot(k_JE, tl.trans(q_ME), input_precision="ieee") * scale - tl.load(lse + row_M)[None, :]
     if IS_PARTIAL:
         logs_JM = _masked(logs_JM, low_J, high_J, first, last)
     p_JM = tl.exp2(logs_JM)
     ds_JM = p_JM * (tl.dot(v_JE, tl.trans(do_ME), input_precision="ieee") - tl.load(delta + row_M)[None, :])
-    dv_JE = tl.dot(p_JM.to(DOT), do_ME, dv_JE, input_precision="ieee")
-    return tl.dot(ds_JM.to(DOT), q_ME, dk_JE, input_precision="ieee"), dv_JE
+    dv_JE = tl.dot(p_JM.to(do_ME.dtype), do_ME, dv_JE, input_precision="ieee")
+    return tl.dot(ds_JM.to(q_ME.dtype), q_ME, dk_JE, input_precision="ieee"), dv_JE
 
 
 @triton.jit
@@ -168,43 +170,38 @@ def _intervals(starts, anchors, first, last, K: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _walk(
-    STEP: tl.constexpr, carried, rows, intervals, k, v, context_k, context_v, scale, STRIDE: tl.constexpr,
-    E: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, DOT: tl.constexpr,
+    STEP: tl.constexpr, carried, rows, intervals, own, context, scale, STRIDE: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """What STEP carries, after all tiles of keys that a tile of rows reads."""
     slot_M, start_M, anchor_M, context_first, whole_first, whole_last, context_last, own_first, own_last = intervals
     for j in tl.range(own_first, own_last, SIZE):
-        carried = STEP(carried, rows, k, v, slot_M, slot_M + K, j, own_last, scale, STRIDE, E, SIZE, True, DOT)
+        carried = STEP(carried, rows, own, slot_M, slot_M + K, j, own_last, scale, STRIDE, E, SIZE, True)
     for j in tl.range(whole_first, whole_last, SIZE):
-        carried = STEP(
-            carried, rows, context_k, context_v, start_M, anchor_M, j, whole_last, scale, STRIDE, E, SIZE, False, DOT
-        )  # fmt: skip
+        carried = STEP(carried, rows, context, start_M, anchor_M, j, whole_last, scale, STRIDE, E, SIZE, False)
     num_partial = tl.cdiv(whole_first - context_first, SIZE) + tl.cdiv(context_last - whole_last, SIZE)
     for i in tl.range(0, num_partial):
         j, end = _partial(i, context_first, whole_first, whole_last, context_last, SIZE)
-        carried = STEP(
-            carried, rows, context_k, context_v, start_M, anchor_M, j, end, scale, STRIDE, E, SIZE, True, DOT
-        )  # fmt: skip
+        carried = STEP(carried, rows, context, start_M, anchor_M, j, end, scale, STRIDE, E, SIZE, True)
     return carried
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_kernel(
     o, lse, q, context_k, context_v, k, v, starts, anchors, num_rows, scale, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of ROWS rows, query head)."""
     STRIDE: tl.constexpr = HEADS // GROUP * E
     head, first, last = _tile_of_rows(num_rows, HEADS, ROWS, AT_ONCE)
     at = head // GROUP * E
     intervals = _intervals(starts, anchors, first, last, K, ROWS, SIZE)
-    q_ME = _rows(q + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
-    sum_ME, total_M = tl.zeros((ROWS, E_PAD), tl.float32), tl.zeros((ROWS,), tl.float32)
+    q_ME = _rows(q + head * E, first, last, HEADS * E, E, ROWS, True)
+    sum_ME, total_M = tl.zeros(q_ME.shape, tl.float32), tl.zeros((ROWS,), tl.float32)
     most_M = tl.full((ROWS,), -1e30, tl.float32)  # finite: a row's own slots may come behind a tile without them
     sum_ME, most_M, total_M = _walk(
-        _attend, (sum_ME, most_M, total_M), (q_ME,), intervals, k + at, v + at, context_k + at, context_v + at, scale,
-        STRIDE, E, K, SIZE, DOT,
+        _attend, (sum_ME, most_M, total_M), (q_ME,), intervals, (k + at, v + at), (context_k + at, context_v + at),
+        scale, STRIDE, E, K, SIZE,
     )  # fmt: skip
     _store(o + head * E, sum_ME / total_M[:, None], first, last, HEADS * E, E)
     m = first + tl.arange(0, ROWS)
@@ -214,8 +211,8 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def queries_kernel(
     dq, delta, o, do, lse, q, context_k, context_v, k, v, starts, anchors, num_rows, scale, out_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of ROWS rows, query head), as forward."""
     STRIDE: tl.constexpr = HEADS // GROUP * E
@@ -223,15 +220,15 @@ def queries_kernel(
     at, at_row = head // GROUP * E, head * num_rows
     intervals = _intervals(starts, anchors, first, last, K, ROWS, SIZE)
     m = first + tl.arange(0, ROWS)
-    do_ME = _rows(do + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
-    o_ME = _rows(o + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
+    do_ME = _rows(do + head * E, first, last, HEADS * E, E, ROWS, True)
+    o_ME = _rows(o + head * E, first, last, HEADS * E, E, ROWS, True)
     delta_M = tl.sum(o_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
     tl.store(delta + at_row + m, delta_M, mask=m < last)
     lse_M = tl.load(lse + at_row + tl.minimum(m, last - 1))
-    q_ME = _rows(q + head * E, first, last, HEADS * E, E, E_PAD, ROWS, True, DOT)
+    q_ME = _rows(q + head * E, first, last, HEADS * E, E, ROWS, True)
     dq_ME = _walk(
-        _differentiate_q, tl.zeros((ROWS, E_PAD), tl.float32), (q_ME, do_ME, lse_M, delta_M), intervals, k + at, v + at,
-        context_k + at, context_v + at, scale, STRIDE, E, K, SIZE, DOT,
+        _differentiate_q, tl.zeros(q_ME.shape, tl.float32), (q_ME, do_ME, lse_M, delta_M), intervals, (k + at, v + at),
+        (context_k + at, context_v + at), scale, STRIDE, E, K, SIZE,
     )  # fmt: skip
     _store(dq + head * E, dq_ME * out_scale, first, last, HEADS * E, E)
 
@@ -254,8 +251,8 @@ def _at_most(values, num_values, j):
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def keys_kernel(
     dcontext_k, dcontext_v, dk, dv, q, do, lse, delta, context_k, context_v, k, v, starts, anchors, num_tokens,
-    num_rows, scale, out_scale, HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+    num_rows, scale, out_scale, HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of SIZE keys, key-value head): first the context's, of which early ones have the most readers."""
     STRIDE: tl.constexpr = HEADS // GROUP * E
@@ -277,26 +274,24 @@ def keys_kernel(
     some_first, some_last, whole_first = tl.min(low_J, 0), tl.max(high_J, 0), tl.max(low_J, 0)
     whole_last = _end_of_whole(whole_first, tl.min(high_J, 0), ROWS)
     num_partial = tl.cdiv(whole_first - some_first, ROWS) + tl.cdiv(some_last - whole_last, ROWS)
-    k_JE = _rows(keys + kv_head * E, first, last, STRIDE, E, E_PAD, SIZE, True, DOT)
-    v_JE = _rows(values + kv_head * E, first, last, STRIDE, E, E_PAD, SIZE, True, DOT)
-    dk_JE, dv_JE = tl.zeros((SIZE, E_PAD), tl.float32), tl.zeros((SIZE, E_PAD), tl.float32)
+    k_JE = _rows(keys + kv_head * E, first, last, STRIDE, E, SIZE, True)
+    v_JE = _rows(values + kv_head * E, first, last, STRIDE, E, SIZE, True)
+    own, rows = (k_JE, v_JE), (q, do, lse, delta)
+    carried = tl.zeros(k_JE.shape, tl.float32), tl.zeros(v_JE.shape, tl.float32)
     num_whole = (whole_last - whole_first) // ROWS
     divide_whole, divide_partial = tl.maximum(num_whole, 1), tl.maximum(num_partial, 1)  # a prologue may divide by them
     for i in tl.range(0, num_whole * GROUP):
         head, m = kv_head * GROUP + i // divide_whole, whole_first + i % divide_whole * ROWS
-        at_row = head * num_rows
-        dk_JE, dv_JE = _differentiate_kv(
-            dk_JE, dv_JE, k_JE, v_JE, q + head * E, do + head * E, lse + at_row, delta + at_row, low_J, high_J, m,
-            whole_last, scale, HEADS * E, E, ROWS, False, DOT,
+        carried = _differentiate_kv(
+            carried, own, rows, head, num_rows, low_J, high_J, m, whole_last, scale, HEADS, E, ROWS, False
         )  # fmt: skip
     for i in tl.range(0, num_partial * GROUP):
         head = kv_head * GROUP + i // divide_partial
-        at_row = head * num_rows
         m, end = _partial(i % divide_partial, some_first, whole_first, whole_last, some_last, ROWS)
-        dk_JE, dv_JE = _differentiate_kv(
-            dk_JE, dv_JE, k_JE, v_JE, q + head * E, do + head * E, lse + at_row, delta + at_row, low_J, high_J, m,
-            end, scale, HEADS * E, E, ROWS, True, DOT,
+        carried = _differentiate_kv(
+            carried, own, rows, head, num_rows, low_J, high_J, m, end, scale, HEADS, E, ROWS, True
         )  # fmt: skip
+    dk_JE, dv_JE = carried
     _store(to_k + kv_head * E, dk_JE * out_scale, first, last, STRIDE, E)
     _store(to_v + kv_head * E, dv_JE, first, last, STRIDE, E)
 
@@ -304,15 +299,9 @@ def keys_kernel(
 def _launch(table: dict[str, int], q_NHE: Tensor, k_NGE: Tensor, num_blocks: int, heads: int) -> dict[str, Any]:
     """The constants of a launch whose programs each own one of ``heads``."""
     num_rows, num_heads, width = q_NHE.shape
-    padded = launch.padded(width)
-    change = FLOAT32 if q_NHE.dtype == torch.float32 else WIDE if padded > 128 else {}
-    table = table | change
-    return {
-        "HEADS": num_heads, "GROUP": num_heads // k_NGE.shape[1], "E": width, "E_PAD": padded,
-        "K": num_rows // num_blocks, "ROWS": table["rows"], "SIZE": table["keys"],
-        "AT_ONCE": math.gcd(heads, table["heads"]), "DOT": launch.dot_dtype(q_NHE.dtype),
-        "num_warps": table["num_warps"], "num_stages": table["num_stages"],
-    }  # fmt: skip
+    change = FLOAT32 if q_NHE.dtype == torch.float32 else WIDE if width > 128 else {}
+    sizes = {"HEADS": num_heads, "GROUP": num_heads // k_NGE.shape[1], "E": width, "K": num_rows // num_blocks}
+    return {**table, **change, **sizes, "AT_ONCE": math.gcd(heads, AT_ONCE)}
 
 
 @torch.library.custom_op("dspark::anchor_attention", mutates_args=())

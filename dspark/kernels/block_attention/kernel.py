@@ -15,18 +15,21 @@ from torch import Tensor
 from dspark.kernels import launch
 from dspark.kernels.block_attention.reference import BLOCK_ROWS
 
+AHEAD = tl.constexpr(2)
+"""Blocks of keys and values that ``attend`` asks into L2 before the wait."""
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def write_kernel(
     qkv, q_norm, k_norm, angles, start, keys, values, q, eps, num_rows, QKV_STRIDE: tl.constexpr,
     KEYS_STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, PAIRS_PAD: tl.constexpr, IS_CHAINED: tl.constexpr,
+    WIDTH: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): of QUERIES query heads, then HEADS key and HEADS value heads."""
     token, head = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = qkv.dtype.element_ty
     PAIRS: tl.constexpr = WIDTH // 2
-    pair = tl.arange(0, PAIRS_PAD)
+    pair = tl.arange(0, triton.next_power_of_2(PAIRS))
     mask = pair < PAIRS
     norm = q_norm if head < QUERIES else k_norm
     front_scale = tl.load(norm + pair, mask=mask, other=0.0).to(tl.float32)
@@ -58,22 +61,24 @@ def write_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_splits"])
 def attend_kernel(
     q, keys, values, length, context, lse, scale_log2, num_tokens, num_rows, num_splits, KEYS_STRIDE: tl.constexpr,
-    VALUES_STRIDE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr,
-    DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
+    VALUES_STRIDE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, key-value head, tile). HEADS counts query heads; LINES of 128 bytes hold a block."""
+    """Program (split, key-value head, tile). HEADS counts query heads."""
+    dtype: tl.constexpr = keys.dtype.element_ty
+    DOT: tl.constexpr = launch.dot_dtype(dtype)
+    WIDTH_PAD: tl.constexpr = launch.padded(WIDTH)
+    LINES: tl.constexpr = launch.num_lines(BLOCK * WIDTH, dtype)
+    ROW_BYTES: tl.constexpr = WIDTH * dtype.primitive_bitwidth // 8
     split, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     keys += head.to(tl.int64) * KEYS_STRIDE
     values += head.to(tl.int64) * VALUES_STRIDE
-    if AHEAD > 0:
-        ROW_BYTES: tl.constexpr = WIDTH * keys.dtype.element_ty.primitive_bitwidth // 8
-        hint = tl.load(length, cache_modifier=".cg")  # not into L1: what the predecessor writes must be seen later
-        num_bytes = tl.minimum(hint, num_rows) * ROW_BYTES
-        for step in tl.static_range(AHEAD):
-            line = (split + step * num_splits) * (BLOCK * ROW_BYTES // 128)
-            launch.prefetch_lines(keys, line, num_bytes, LINES, IS_CHAINED)
-            launch.prefetch_lines(values, line, num_bytes, LINES, IS_CHAINED)
+    hint = tl.load(length, cache_modifier=".cg")  # not into L1: what the predecessor writes must be seen later
+    num_bytes = tl.minimum(hint, num_rows) * ROW_BYTES
+    for step in tl.static_range(AHEAD):
+        line = (split + step * num_splits) * (BLOCK * ROW_BYTES // 128)
+        launch.prefetch_lines(keys, line, num_bytes, LINES, IS_CHAINED)
+        launch.prefetch_lines(values, line, num_bytes, LINES, IS_CHAINED)
     launch.follow(IS_CHAINED)
     count = num_tokens * GROUP
     row_N = tile * TILE + tl.arange(0, TILE)
@@ -113,12 +118,11 @@ def attend_kernel(
 
 @triton.jit
 def merge_kernel(
-    context, lse, o, SPLITS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
+    context, lse, o, SPLITS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, IS_CHAINED: tl.constexpr
 ):  # fmt: skip
     """Program ((slot, head), tile): COLUMNS values of it."""
     row, count = tl.program_id(0), tl.num_programs(0)
-    split_S = tl.arange(0, SPLITS_PAD)
+    split_S = tl.arange(0, triton.next_power_of_2(SPLITS))
     column_E = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place_S = split_S * count + row
     is_value_SE = (split_S < SPLITS)[:, None] & (column_E < WIDTH)[None, :]
@@ -141,7 +145,7 @@ def write(
     write_kernel[(len(qkv_TC), num_query_heads + 2 * num_heads)](
         qkv_TC, q_norm_E, k_norm_E, angles_JE2, start_1, keys_HJE, values_HJE, q_THE, eps, num_rows,
         qkv_TC.stride(0), keys_HJE.stride(0), values_HJE.stride(0), QUERIES=num_query_heads, HEADS=num_heads,
-        WIDTH=width, PAIRS_PAD=triton.next_power_of_2(width // 2), num_warps=1, **launch.options(is_chained),
+        WIDTH=width, num_warps=1, **launch.options(is_chained),
     )  # fmt: skip
     return q_THE
 
@@ -150,21 +154,20 @@ def attend(
     q_THE: Tensor, keys_HJE: Tensor, values_HJE: Tensor, length_1: Tensor, scale: float, num_splits: int, *,
     is_chained: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See ``dspark.kernels.block_attention.attend``. AHEAD: blocks asked into L2 before the wait.
+    """See ``dspark.kernels.block_attention.attend``.
 
     Two programs with three stages of 32 KB fit on a multiprocessor; float32 is for tests and small models.
     """
     (num_tokens, heads, width), (kv_heads, num_rows, _) = q_THE.shape, keys_HJE.shape
-    group, num_bytes = heads // kv_heads, keys_HJE.element_size()
+    group = heads // kv_heads
     rows = min(64, launch.padded(num_tokens * group))
     context_STHE = q_THE.new_empty(num_splits, num_tokens, heads, width, dtype=torch.float32)
     lse_STH = q_THE.new_empty(num_splits, num_tokens, heads, dtype=torch.float32)
     attend_kernel[(num_splits, kv_heads, triton.cdiv(num_tokens * group, rows))](
         q_THE, keys_HJE, values_HJE, length_1, context_STHE, lse_STH, scale * 1.4426950408889634, num_tokens, num_rows,
         num_splits, keys_HJE.stride(0), values_HJE.stride(0), HEADS=heads, GROUP=group, WIDTH=width,
-        WIDTH_PAD=launch.padded(width), TILE=rows, BLOCK=BLOCK_ROWS, AHEAD=2, DOT=launch.dot_dtype(q_THE.dtype),
-        LINES=triton.next_power_of_2(triton.cdiv(BLOCK_ROWS * width * num_bytes, 128)), num_warps=4,
-        num_stages=3 if num_bytes == 2 else 1, **launch.options(is_chained),
+        TILE=rows, BLOCK=BLOCK_ROWS, num_warps=4, num_stages=3 if q_THE.element_size() == 2 else 1,
+        **launch.options(is_chained),
     )  # fmt: skip
     return context_STHE, lse_STH
 
@@ -175,7 +178,7 @@ def merge(context_STHE: Tensor, lse_STH: Tensor, dtype: torch.dtype, *, is_chain
     o_TC = context_STHE.new_empty(num_tokens, num_heads * width, dtype=dtype)
     columns = min(32, triton.next_power_of_2(width))
     merge_kernel[(num_tokens * num_heads, triton.cdiv(width, columns))](
-        context_STHE, lse_STH, o_TC, SPLITS=num_splits, WIDTH=width, COLUMNS=columns,
-        SPLITS_PAD=triton.next_power_of_2(num_splits), num_warps=4, **launch.options(is_chained),
+        context_STHE, lse_STH, o_TC, SPLITS=num_splits, WIDTH=width, COLUMNS=columns, num_warps=4,
+        **launch.options(is_chained),
     )  # fmt: skip
     return o_TC

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dspark.kernels.rotary import rotate_half_pairs
+
 BLOCK_ROWS = 64
 """Cached rows a block: the unit that splits share out."""
 
@@ -19,12 +21,12 @@ def write(
     num_heads, num_rows, width = keys_HJE.shape
     q_THE, k_THE, v_THE = qkv_TC.unflatten(1, (-1, width)).split((num_query_heads, num_heads, num_heads), 1)
     positions_T = start_1 + torch.arange(len(qkv_TC), device=start_1.device)
-    angles_T1E2 = angles_JE2[positions_T.clamp(max=num_rows - 1)][:, None]
+    cos_T1E, sin_T1E = angles_JE2[positions_T.clamp(max=num_rows - 1)][:, None].unbind(-1)
     kept = int((positions_T < num_rows).sum())
-    k_THE = _rotate(functional.rms_norm(k_THE, (width,), k_norm_E, eps), angles_T1E2)
+    k_THE = rotate_half_pairs(functional.rms_norm(k_THE, (width,), k_norm_E, eps), cos_T1E, sin_T1E)
     keys_HJE[:, positions_T[:kept]] = k_THE[:kept].transpose(0, 1)
     values_HJE[:, positions_T[:kept]] = v_THE[:kept].transpose(0, 1)
-    return _rotate(functional.rms_norm(q_THE, (width,), q_norm_E, eps), angles_T1E2)
+    return rotate_half_pairs(functional.rms_norm(q_THE, (width,), q_norm_E, eps), cos_T1E, sin_T1E)
 
 
 def attend(
@@ -51,9 +53,3 @@ def merge(context_STHE: Tensor, lse_STH: Tensor, dtype: torch.dtype) -> Tensor:
     """The splits' results weighted by their sums of exponents, rounded once: o_TC."""
     weights_STH1 = lse_STH.softmax(0).unsqueeze(-1)
     return (weights_STH1 * context_STHE.where(weights_STH1 > 0, 0)).sum(0).flatten(1).to(dtype)
-
-
-def _rotate(x: Tensor, angles_E2: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + width/2) of the last dimension by the angles whose cosine and sine are given."""
-    (front, back), (cos, sin) = x.chunk(2, -1), angles_E2.unbind(-1)
-    return torch.cat((front * cos - back * sin, front * sin + back * cos), -1).to(x.dtype)

@@ -23,8 +23,7 @@ def greedy(
     sizes = check({}, dtype, num_strided=1, is_window=True, hidden_TD=hidden_TD)
     check(sizes, dtype, wide, num_strided=1, head_VD=head_VD)
     check_counters(counters)
-    run = form_for(hidden_TD, reference.greedy, counters=counters, is_chained=is_chained)
-    return run(hidden_TD, head_VD, first_id)
+    return form_for(hidden_TD, reference.greedy, counters=counters, is_chained=is_chained)(hidden_TD, head_VD, first_id)
 
 
 def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: bool = False) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.projection.kernel import chunks, prefetch_tile, token_tile, weight_tile
 
-MERGE = 64
+MERGE = tl.constexpr(64)
 """Programs whose results the last one merges at a time."""
 
 
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     """How the head is cut; every field can be swept.
 
     rows of a tile (64 or more use the warp-group instruction); columns of a pipeline step; programs in all (0 for one
-    a tile); whether a program's first tile is asked into L2 before the wait. Weights leave the caches first.
+    a tile). Weights leave the caches first.
     """
 
     rows: int
@@ -31,12 +31,11 @@ class Tile(NamedTuple):
     programs: int
     num_warps: int
     num_stages: int
-    is_prefetched: bool = True
 
 
 def tile_for(element_size: int) -> Tile:
     """At most three programs on each of 132 multiprocessors, with 3 stages of 16 KB of weights in flight each."""
-    return Tile(32, 256, 396, 4, 4) if element_size == 2 else Tile(16, 32, 264, 4, 2, is_prefetched=False)
+    return Tile(32, 256, 396, 4, 4) if element_size == 2 else Tile(16, 32, 264, 4, 2)
 
 
 def num_programs(num_rows: int, tile: Tile) -> int:
@@ -48,11 +47,13 @@ def num_programs(num_rows: int, tile: Tile) -> int:
 @triton.jit(do_not_specialize=["num_tokens", "first_id"])  # one program text for every T
 def greedy_kernel(
     hidden, head, best, ids, partial_best, partial_rows, counters, first_id, num_tokens, hidden_stride, head_stride,
-    V: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-    PROGRAMS: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, POLICY: tl.constexpr,
-    IS_WHOLE: tl.constexpr, MERGE: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr, num_stages: tl.constexpr,
+    V: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, IS_CHAINED: tl.constexpr, num_stages: tl.constexpr,
 ):  # fmt: skip
     """Program p of PROGRAMS: tiles p, p + PROGRAMS, ... of ROWS rows, each in STEPS steps of COLUMNS columns."""
+    STEPS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    IS_WHOLE: tl.constexpr = D % COLUMNS == 0
+    DOT: tl.constexpr = launch.dot_dtype(head.dtype.element_ty)
     program = tl.program_id(0)
     places = tl.arange(0, ROWS)
     if NUM_CHUNKS > 0:
@@ -67,9 +68,7 @@ def greedy_kernel(
     for i in tl.range(0, num_steps, num_stages=num_stages):
         rows = (program + i // STEPS * PROGRAMS) * ROWS + places
         at = i % STEPS * COLUMNS
-        w = weight_tile(
-            head, head_stride, tl.minimum(rows, V - 1).to(tl.int64), at, D, D, D, COLUMNS, 1, IS_WHOLE, POLICY
-        )  # fmt: skip
+        w = weight_tile(head, head_stride, tl.minimum(rows, V - 1).to(tl.int64), at, D, D, D, COLUMNS, 1, IS_WHOLE)
         tokens = token_tile(hidden, hidden_stride, at, num_tokens, D, COLUMNS, 1, IS_WHOLE)
         sums = tl.dot(w.to(DOT), tokens.to(DOT), sums, input_precision="ieee")
         is_last = i % STEPS == STEPS - 1
@@ -104,13 +103,12 @@ def greedy_kernel(
 
 @triton.jit
 def accept_kernel(
-    ids, best, best_ids, count, next_id, NUM_TOKENS: tl.constexpr, NUM_RANKS: tl.constexpr,
-    PADDED_RANKS: tl.constexpr, IS_CHAINED: tl.constexpr,
+    ids, best, best_ids, count, next_id, NUM_TOKENS: tl.constexpr, NUM_RANKS: tl.constexpr, IS_CHAINED: tl.constexpr
 ):  # fmt: skip
     """One program: the ranks' maxima merge, then the first slot whose choice is not the next draft ends the window."""
     launch.follow(IS_CHAINED)
     slots = tl.arange(0, 16)
-    ranks = tl.arange(0, PADDED_RANKS)[:, None]
+    ranks = tl.arange(0, triton.next_power_of_2(NUM_RANKS))[:, None]
     at = ranks * NUM_TOKENS + slots[None, :]
     mask = (ranks < NUM_RANKS) & (slots < NUM_TOKENS)[None, :]
     value = tl.load(best + at, mask=mask, other=float("-inf"))
@@ -132,7 +130,7 @@ def greedy(
     num_tokens, (vocab_size, width), device = hidden_TD.shape[0], head_VD.shape, hidden_TD.device
     tile = tile or tile_for(head_VD.element_size())
     programs = num_programs(vocab_size, tile)
-    num_chunks, chunk = chunks(head_VD, tile.rows, tile.num_warps, width) if tile.is_prefetched else (0, 0)
+    num_chunks, chunk = chunks(head_VD, tile.rows, tile.num_warps, width)
     best_T = torch.empty(num_tokens, dtype=torch.float32, device=device)
     ids_T = torch.empty(num_tokens, dtype=torch.int64, device=device)
     partial_best = torch.empty(programs, MAX_TOKENS, dtype=torch.float32, device=device)
@@ -140,9 +138,8 @@ def greedy(
     greedy_kernel[(programs,)](
         hidden_TD, head_VD, best_T, ids_T, partial_best, partial_rows, counters, first_id, num_tokens,
         hidden_TD.stride(0), head_VD.stride(0), V=vocab_size, D=width, ROWS=tile.rows, COLUMNS=tile.columns,
-        STEPS=triton.cdiv(width, tile.columns), PROGRAMS=programs, NUM_CHUNKS=num_chunks, CHUNK=chunk,
-        POLICY="evict_first", IS_WHOLE=width % tile.columns == 0, MERGE=MERGE, num_stages=tile.num_stages,
-        DOT=launch.dot_dtype(head_VD.dtype), num_warps=tile.num_warps, **launch.options(is_chained),
+        PROGRAMS=programs, NUM_CHUNKS=num_chunks, CHUNK=chunk, num_stages=tile.num_stages, num_warps=tile.num_warps,
+        **launch.options(is_chained),
     )  # fmt: skip
     return best_T, ids_T
 
@@ -152,8 +149,7 @@ def accept(ids_T: Tensor, best_RT: Tensor, best_ids_RT: Tensor, *, is_chained: b
     num_ranks, num_tokens = best_RT.shape
     count_1, next_id_1 = torch.empty_like(ids_T[:1]), torch.empty_like(ids_T[:1])
     accept_kernel[(1,)](
-        ids_T, best_RT, best_ids_RT, count_1, next_id_1,
-        NUM_TOKENS=num_tokens, NUM_RANKS=num_ranks, PADDED_RANKS=triton.next_power_of_2(num_ranks),
-        num_warps=1, **launch.options(is_chained),
+        ids_T, best_RT, best_ids_RT, count_1, next_id_1, NUM_TOKENS=num_tokens, NUM_RANKS=num_ranks, num_warps=1,
+        **launch.options(is_chained),
     )  # fmt: skip
     return count_1, next_id_1

@@ -141,9 +141,10 @@ def prepare_kernel(
 @triton.jit
 def scan_kernel(
     delta_ptr, held_ptr, w_ptr, u_ptr, k_ptr, g_ptr, state_ptr, ends_ptr, H: tl.constexpr, E: tl.constexpr,
-    WIDTH: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of value columns, head, sequence): all chunks of the sequence, the state before each and its D."""
+    DOT: tl.constexpr = launch.dot_dtype(w_ptr.dtype.element_ty)
     head, sequence = tl.program_id(1), tl.program_id(2)
     e, f = tl.arange(0, WIDTH), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     token = tl.arange(0, C)[:, None]
@@ -173,9 +174,10 @@ def scan_kernel(
 @triton.jit
 def output_kernel(
     o_ptr, q_ptr, held_ptr, p_ptr, delta_ptr, projected_ptr, norm_ptr, chunks_ptr, eps, STRIDE: tl.constexpr,
-    H: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, head): O, its norm and its gate."""
+    DOT: tl.constexpr = launch.dot_dtype(q_ptr.dtype.element_ty)
     chunk, head = tl.program_id(0), tl.program_id(1)
     tile = chunk.to(tl.int64) * H + head
     e, f = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -212,7 +214,6 @@ def read(
     o_NHF = projected_NC.new_empty(len(projected_NC), heads, width)
     shape = {"H": heads, "E": width, "WIDTH": padded, "C": size}
     stride, exactness = {"STRIDE": projected_NC.shape[1]}, {"PRECISION": precision}
-    products = {"DOT": launch.dot_dtype(stored)} | exactness
     mix_kernel[(num_chunks, heads, 4)](
         mixed, projected_NC, history_BWC, conv_CJ, a_log_H, dt_bias_HE, chunks.chunks_M4, lower_bound, width**-0.5,
         **shape, **stride, J=conv_CJ.shape[1], num_warps=MIX_WARPS,
@@ -222,11 +223,11 @@ def read(
         PART=min(PREPARE_PART, padded), num_warps=warps[0], num_stages=1,
     )  # fmt: skip
     scan_kernel[(padded // columns, heads, batch)](
-        delta, held, w, mixed[V.value], k, mixed[G.value], state_BHEF, chunks.ends_B, **shape, **products,
+        delta, held, w, mixed[V.value], k, mixed[G.value], state_BHEF, chunks.ends_B, **shape, **exactness,
         COLUMNS=columns, num_warps=warps[1], num_stages=num_stages,
     )  # fmt: skip
     output_kernel[(num_chunks, heads)](
-        o_NHF, q, held, p, delta, projected_NC, norm_F, chunks.chunks_M4, eps, **shape, **stride, **products,
+        o_NHF, q, held, p, delta, projected_NC, norm_F, chunks.chunks_M4, eps, **shape, **stride, **exactness,
         num_warps=warps[2], num_stages=1,
     )  # fmt: skip
     return o_NHF

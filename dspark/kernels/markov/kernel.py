@@ -23,10 +23,10 @@ CHUNK = 64
 @triton.jit(do_not_specialize=["first_id"])
 def step_kernel(
     base, mixed, row, w2, noise, inverse_temperature, logits, best, ids, partial, counters, first_id,
-    V: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    PROGRAMS_PAD: tl.constexpr, IS_CHAINED: tl.constexpr,
+    V: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program p: rows p * ROWS and on. A choice is one integer: its score, in an order of integers, above its row."""
+    PROGRAMS: tl.constexpr = (V + ROWS - 1) // ROWS
     program = tl.program_id(0)
     rows = program * ROWS + tl.arange(0, ROWS)
     is_row = rows < V
@@ -61,7 +61,7 @@ def step_kernel(
     tl.store(partial + program, tl.max(key, 0))
     tl.debug_barrier()
     if tl.atomic_add(counters, 1, sem="acq_rel") == PROGRAMS - 1:
-        programs = tl.arange(0, PROGRAMS_PAD)
+        programs = tl.arange(0, triton.next_power_of_2(PROGRAMS))
         mask = programs < PROGRAMS
         top = tl.max(tl.load(partial + programs, mask=mask, other=-(2**63), cache_modifier=".cg"), 0)
         top_bits = (top >> 32).to(tl.int32)
@@ -84,7 +84,7 @@ def step(
     partial = torch.empty(programs, dtype=torch.int64, device=base_V.device)
     step_kernel[(programs,)](
         base_V, mixed_NR, row_1, w2_VR, noise_V, inverse_temperature_1, logits_V, best_1, id_1, partial, counters,
-        first_id, V=num_rows, RANK=rank, CHUNK=chunk, ROWS=rows, PROGRAMS=programs,
-        PROGRAMS_PAD=triton.next_power_of_2(programs), num_warps=4, maxnreg=96, **launch.options(is_chained),
+        first_id, V=num_rows, RANK=rank, CHUNK=chunk, ROWS=rows, num_warps=4, maxnreg=96,
+        **launch.options(is_chained),
     )  # fmt: skip
     return best_1, id_1

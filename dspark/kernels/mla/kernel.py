@@ -20,8 +20,9 @@ from torch import Tensor
 from dspark.kernels import MAX_TOKENS, launch
 from dspark.kernels.mla.reference import BLOCK_ROWS
 
-COLUMNS, AHEAD = 32, 64
+COLUMNS, AHEAD = tl.constexpr(32), tl.constexpr(64)
 """Of ``absorb``: 128 programs at 8 heads of a 512-wide latent, of which each asks for that many rows for ``attend``."""
+TOKENS, BLOCK = tl.constexpr(MAX_TOKENS), tl.constexpr(BLOCK_ROWS)
 
 FINISH_WARPS = 8
 """Two programs of ``finish`` a multiprocessor: 144 of them, at 16 heads, run at once."""
@@ -40,30 +41,28 @@ def attend_tiles(dtype: torch.dtype, num_steps: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def prefetch_block(
-    rows, block, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, IS_CHAINED: tl.constexpr
-):  # fmt: skip
+def prefetch_block(rows, block, end, STRIDE: tl.constexpr, SIZE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Ask a block's rows before ``end`` into L2."""
-    BYTES: tl.constexpr = STRIDE * rows.dtype.element_ty.primitive_bitwidth // 8
-    first = tl.cast(block, tl.int64) * BLOCK
-    launch.prefetch_lines(rows, first * BYTES // 128, tl.minimum(first + BLOCK, end) * BYTES, LINES, IS_CHAINED)
+    dtype: tl.constexpr = rows.dtype.element_ty
+    BYTES: tl.constexpr = STRIDE * dtype.primitive_bitwidth // 8
+    LINES: tl.constexpr = launch.num_lines(SIZE * STRIDE, dtype)
+    first = tl.cast(block, tl.int64) * SIZE
+    launch.prefetch_lines(rows, first * BYTES // 128, tl.minimum(first + SIZE, end) * BYTES, LINES, IS_CHAINED)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def absorb_kernel(
     projected, norm_weight, keys, angles, rows, length, q, eps, num_tokens, num_rows,
     PROJECTED_STRIDE: tl.constexpr, KEYS_STRIDE: tl.constexpr, ROWS_STRIDE: tl.constexpr, HEADS: tl.constexpr,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, NOPE_PAD: tl.constexpr, HEADS_PAD: tl.constexpr,
-    PAIRS_PAD: tl.constexpr, LATENT_PAD: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-    AHEAD: tl.constexpr, LINES: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A token's cache row and rotated queries, or a head's queries through its key weights."""
     dtype: tl.constexpr = q.dtype.element_ty
     if tl.program_id(0) < num_tokens:  # one token's cache row and rotated queries
         token = tl.program_id(0)
-        place_C = tl.arange(0, LATENT_PAD)
-        pair_E = tl.arange(0, PAIRS_PAD)
-        head_H = tl.arange(0, HEADS_PAD)[:, None]
+        place_C = tl.arange(0, triton.next_power_of_2(LATENT))
+        pair_E = tl.arange(0, triton.next_power_of_2(ROPE // 2))
+        head_H = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
         weight_C = tl.load(norm_weight + place_C, mask=place_C < LATENT, other=0.0).to(tl.float32)
         launch.follow(IS_CHAINED)
         source = projected + token * PROJECTED_STRIDE
@@ -92,17 +91,18 @@ def absorb_kernel(
         inverse = tl.rsqrt(tl.sum(latent_C * latent_C, 0) / LATENT + eps)
         tl.store(row + place_C, (latent_C * inverse * weight_C).to(dtype), mask=(place_C < LATENT) & is_held)
     else:  # one head's queries through a tile of its key weights
+        DOT: tl.constexpr = launch.dot_dtype(dtype)
         TILES: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
         program = tl.program_id(0) - num_tokens
         head = program // TILES
         column_C = program % TILES * COLUMNS + tl.arange(0, COLUMNS)
-        place_E = tl.arange(0, NOPE_PAD)
+        place_E = tl.arange(0, launch.padded(NOPE))
         token_T = tl.arange(0, TOKENS)
         is_key_EC = (place_E < NOPE)[:, None] & (column_C < LATENT)[None, :]
         keys_EC = keys + head * KEYS_STRIDE + place_E[:, None] * LATENT + column_C[None, :]
         keys_EC = tl.load(keys_EC, mask=is_key_EC, other=0.0)
         launch.follow(IS_CHAINED)
-        prefetch_block(rows, program, tl.minimum(tl.load(length), num_rows), ROWS_STRIDE, AHEAD, LINES, IS_CHAINED)
+        prefetch_block(rows, program, tl.minimum(tl.load(length), num_rows), ROWS_STRIDE, AHEAD, IS_CHAINED)
         is_token_T = token_T < num_tokens
         q_TE = projected + token_T[:, None] * PROJECTED_STRIDE + head * (NOPE + ROPE) + place_E[None, :]
         q_TE = tl.load(q_TE, mask=is_token_T[:, None] & (place_E < NOPE)[None, :], other=0.0)
@@ -121,11 +121,10 @@ def pinned(x, IS_CHAINED: tl.constexpr):
 
 @triton.jit
 def rows_of(
-    rows, row_J, is_read_J, latent_JC, rope_JE, STRIDE: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
-    VALUE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
+    rows, row_J, is_read_J, latent_JC, rope_JE, STRIDE: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr
 ):  # fmt: skip
     """Cached rows where they are read, and latent_JC and rope_JE elsewhere."""
-    column_C, place_E = tl.arange(0, VALUE_PAD)[None, :], tl.arange(0, ROPE_PAD)[None, :]
+    column_C, place_E = tl.arange(0, launch.padded(VALUE))[None, :], tl.arange(0, launch.padded(ROPE))[None, :]
     at_J = rows + row_J.to(tl.int64)[:, None] * STRIDE
     is_read_J = is_read_J[:, None]
     latent_JC = tl.load(at_J + column_C, mask=is_read_J & (column_C < VALUE), other=latent_JC, cache_modifier=".cg")
@@ -134,8 +133,9 @@ def rows_of(
 
 
 @triton.jit
-def fold(latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT: tl.constexpr):
+def fold(latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN):
     """Cached rows J join the softmax of query rows N, of which each sees the rows up to its end."""
+    DOT: tl.constexpr = launch.dot_dtype(q_NC.dtype)
     scores_JN = tl.dot(latent_JC.to(DOT), tl.trans(q_NC.to(DOT)), input_precision="ieee")
     scores_JN = tl.dot(rope_JE.to(DOT), tl.trans(q_NE.to(DOT)), scores_JN, input_precision="ieee")
     scores_JN = tl.where(row_J[:, None] <= end_N[None, :], scores_JN * scale_log2, float("-inf"))
@@ -151,27 +151,25 @@ def fold(latent_JC, rope_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N,
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_splits", "share"])
 def attend_kernel(
     q, rows, length, context, lse, scale_log2, num_tokens, num_rows, num_splits, share,
-    ROWS_STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr, VALUE_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-    LINES: tl.constexpr, IS_LONG: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
+    ROWS_STRIDE: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    HELD: tl.constexpr, IS_LONG: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A split's softmax and weighted sum for ``share`` (token, head) rows."""
+    VALUE_PAD: tl.constexpr = launch.padded(VALUE)
     split, count = tl.program_id(0), num_tokens * HEADS
     committed = tl.load(length).to(tl.int32)
     place_J = tl.arange(0, HELD * BLOCK)
     held_J = (split + place_J // BLOCK * num_splits) * BLOCK + place_J % BLOCK
     written = tl.minimum(committed, num_rows)
-    latent_JC, rope_JE = rows_of(
-        rows, held_J, held_J < written, 0.0, 0.0, ROWS_STRIDE, VALUE, ROPE, VALUE_PAD, ROPE_PAD
-    )  # fmt: skip
+    latent_JC, rope_JE = rows_of(rows, held_J, held_J < written, 0.0, 0.0, ROWS_STRIDE, VALUE, ROPE)
     if IS_LONG:
-        prefetch_block(rows, split + HELD * num_splits, written, ROWS_STRIDE, BLOCK, LINES, IS_CHAINED)
+        prefetch_block(rows, split + HELD * num_splits, written, ROWS_STRIDE, BLOCK, IS_CHAINED)
     launch.follow(IS_CHAINED)
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, count)
     limit = tl.minimum(committed + (end - 1) // HEADS + 1, num_rows)
     row_N = first + tl.arange(0, TILE)
-    column_C, place_E = tl.arange(0, VALUE_PAD)[None, :], tl.arange(0, ROPE_PAD)[None, :]
+    column_C, place_E = tl.arange(0, VALUE_PAD)[None, :], tl.arange(0, launch.padded(ROPE))[None, :]
     at_N, is_row_N = q + row_N[:, None] * (VALUE + ROPE), (row_N < end)[:, None]
     q_NC = tl.load(at_N + column_C, mask=is_row_N & (column_C < VALUE), other=0.0)
     q_NE = tl.load(at_N + VALUE + place_E, mask=is_row_N & (place_E < ROPE), other=0.0)
@@ -180,22 +178,18 @@ def attend_kernel(
     end_N = tl.minimum(committed + row_N // HEADS, num_rows - 1)
     fresh_J = held_J + (tl.load(length).to(tl.int32) - committed)  # held_J, but its addresses held no registers so far
     is_fresh_J = (held_J >= committed) & (held_J < limit)
-    latent_JC, rope_JE = rows_of(
-        rows, fresh_J, is_fresh_J, latent_JC, rope_JE, ROWS_STRIDE, VALUE, ROPE, VALUE_PAD, ROPE_PAD
-    )  # fmt: skip
+    latent_JC, rope_JE = rows_of(rows, fresh_J, is_fresh_J, latent_JC, rope_JE, ROWS_STRIDE, VALUE, ROPE)
     q_NC, q_NE = pinned(q_NC, IS_CHAINED), pinned(q_NE, IS_CHAINED)  # arrive while the rows go to shared memory
     max_N, sum_N, context_CN = fold(
-        latent_JC, rope_JE, held_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT
+        latent_JC, rope_JE, held_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN
     )  # fmt: skip
     if IS_LONG:
         for block in range(split + HELD * num_splits, tl.cdiv(limit, BLOCK), num_splits):
-            prefetch_block(rows, block + num_splits, written, ROWS_STRIDE, BLOCK, LINES, IS_CHAINED)
+            prefetch_block(rows, block + num_splits, written, ROWS_STRIDE, BLOCK, IS_CHAINED)
             row_J = block * BLOCK + tl.arange(0, BLOCK)
-            more_JC, more_JE = rows_of(
-                rows, row_J, row_J < limit, 0.0, 0.0, ROWS_STRIDE, VALUE, ROPE, VALUE_PAD, ROPE_PAD
-            )  # fmt: skip
+            more_JC, more_JE = rows_of(rows, row_J, row_J < limit, 0.0, 0.0, ROWS_STRIDE, VALUE, ROPE)
             max_N, sum_N, context_CN = fold(
-                more_JC, more_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN, DOT
+                more_JC, more_JE, row_J, q_NC, q_NE, end_N, scale_log2, max_N, sum_N, context_CN
             )  # fmt: skip
     is_any = split * BLOCK < limit
     sum_N = tl.where(sum_N > 0, sum_N, 1.0)  # of a row that sees nothing here: its maximum says so
@@ -210,10 +204,12 @@ def attend_kernel(
 @triton.jit(do_not_specialize=["count"])
 def finish_kernel(
     context, lse, values, gate, o, GATE_STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr, count,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, LATENT_PAD: tl.constexpr,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, IS_CHAINED: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One (token, head): merge the splits, GROUP at a time, then a tile of its values, and the gate."""
+    GROUP: tl.constexpr = min(16, triton.next_power_of_2(SPLITS))
+    LATENT_PAD: tl.constexpr = triton.next_power_of_2(LATENT)
     row, tile = tl.program_id(0), tl.program_id(1)
     head, token = row % HEADS, row // HEADS
     dtype: tl.constexpr = o.dtype.element_ty
@@ -247,11 +243,6 @@ def finish_kernel(
     tl.store(o + row * WIDTH + column_F, (o_F * opened).to(dtype), mask=column_F < WIDTH)
 
 
-def num_lines(rows_JC: Tensor, count: int) -> int:
-    """How many lines of 128 bytes ``count`` rows take, as a power of two."""
-    return int(triton.next_power_of_2(triton.cdiv(count * rows_JC.stride(0) * rows_JC.element_size(), 128)))
-
-
 def absorb(
     projected_TC: Tensor, norm_weight_C: Tensor, eps: float, keys_HEC: Tensor, angles_JE2: Tensor, rows_JC: Tensor,
     length_1: Tensor, *, is_chained: bool = False,
@@ -260,14 +251,11 @@ def absorb(
     num_heads, nope, latent = keys_HEC.shape
     num_tokens, (num_rows, width) = len(projected_TC), rows_JC.shape
     q_THC = projected_TC.new_empty(num_tokens, num_heads, width)
-    columns = min(COLUMNS, launch.padded(latent))
+    columns = min(COLUMNS.value, launch.padded(latent))
     absorb_kernel[(num_tokens + num_heads * triton.cdiv(latent, columns),)](
         projected_TC, norm_weight_C, keys_HEC, angles_JE2, rows_JC, length_1, q_THC, eps, num_tokens, num_rows,
         projected_TC.stride(0), keys_HEC.stride(0), rows_JC.stride(0), HEADS=num_heads, NOPE=nope, ROPE=width - latent,
-        LATENT=latent, NOPE_PAD=launch.padded(nope), HEADS_PAD=triton.next_power_of_2(num_heads),
-        PAIRS_PAD=triton.next_power_of_2((width - latent) // 2), LATENT_PAD=triton.next_power_of_2(latent),
-        COLUMNS=columns, TOKENS=MAX_TOKENS, AHEAD=AHEAD, LINES=num_lines(rows_JC, AHEAD),
-        DOT=launch.dot_dtype(projected_TC.dtype), num_warps=4, **launch.options(is_chained),
+        LATENT=latent, COLUMNS=columns, num_warps=4, **launch.options(is_chained),
     )  # fmt: skip
     return q_THC
 
@@ -286,9 +274,7 @@ def attend(
     attend_kernel[(num_splits, num_tiles)](
         q_THC, rows_JC, length_1, context_STHC, lse_STH, scale * 1.4426950408889634, num_tokens, len(rows_JC),
         num_splits, triton.cdiv(num_tokens * num_heads, num_tiles), ROWS_STRIDE=rows_JC.stride(0), HEADS=num_heads,
-        VALUE=value_width, ROPE=width - value_width, VALUE_PAD=launch.padded(value_width),
-        ROPE_PAD=launch.padded(width - value_width), TILE=tile, BLOCK=BLOCK_ROWS, HELD=held,
-        LINES=num_lines(rows_JC, BLOCK_ROWS), IS_LONG=num_steps > held, DOT=launch.dot_dtype(q_THC.dtype), num_warps=8,
+        VALUE=value_width, ROPE=width - value_width, TILE=tile, HELD=held, IS_LONG=num_steps > held, num_warps=8,
         num_stages=num_stages, **launch.options(is_chained),
     )  # fmt: skip
     return context_STHC, lse_STH
@@ -304,8 +290,7 @@ def finish(
     columns = min(128, triton.next_power_of_2(width))
     finish_kernel[(num_tokens * num_heads, triton.cdiv(width, columns))](
         context_STHC, lse_STH, values_HFC, gate_TH, o_THF, gate_TH.stride(0), values_HFC.stride(0),
-        num_tokens * num_heads, HEADS=num_heads, WIDTH=width, LATENT=latent, SPLITS=num_splits,
-        LATENT_PAD=triton.next_power_of_2(latent), GROUP=min(16, triton.next_power_of_2(num_splits)),
-        COLUMNS=columns, num_warps=FINISH_WARPS, **launch.options(is_chained),
+        num_tokens * num_heads, HEADS=num_heads, WIDTH=width, LATENT=latent, SPLITS=num_splits, COLUMNS=columns,
+        num_warps=FINISH_WARPS, **launch.options(is_chained),
     )  # fmt: skip
     return o_THF

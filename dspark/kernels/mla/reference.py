@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dspark.kernels.chunks import Chunks
+from dspark.kernels.rotary import rotate_interleaved_pairs
 
 PACKED_ROWS = 128
 """Rows of a chunk, for ``attend_packed``."""
@@ -75,15 +76,15 @@ def absorb(
     q_THE = projected_TC[:, :heads].unflatten(1, (num_heads, nope + rope))
     latent_TC, k_rope_TE = projected_TC[:, heads : heads + latent + rope].split((latent, rope), 1)
     positions_T = length_1 + torch.arange(len(projected_TC), device=length_1.device)
-    positions_T = positions_T[positions_T < len(rows_JC)]
+    is_held_T = positions_T < len(rows_JC)
     angles_TE2 = angles_JE2[positions_T.clamp(max=len(rows_JC) - 1)]
-    kept = len(positions_T)
-    rotated_TE = _rotate(k_rope_TE[:kept], angles_TE2)
+    cos_TE, sin_TE = angles_TE2.where(is_held_T[:, None, None], 0).unbind(-1)
     normalised_TC = functional.rms_norm(latent_TC, norm_weight_C.shape, norm_weight_C, eps)
-    rows_JC[positions_T] = torch.cat((normalised_TC[:kept], rotated_TE), 1)
+    rows_JC[positions_T[is_held_T]] = torch.cat(
+        (normalised_TC, rotate_interleaved_pairs(k_rope_TE, cos_TE, sin_TE)), 1
+    )[is_held_T]
     absorbed_HTC = q_THE[..., :nope].transpose(0, 1) @ keys_HEC
-    padded_TE2 = functional.pad(angles_TE2, (0, 0, 0, 0, 0, len(projected_TC) - kept))
-    q_rope_THE = _rotate(q_THE[..., nope:], padded_TE2[:, None])
+    q_rope_THE = rotate_interleaved_pairs(q_THE[..., nope:], cos_TE[:, None], sin_TE[:, None])
     return torch.cat((absorbed_HTC.transpose(0, 1), q_rope_THE), -1)
 
 
@@ -115,10 +116,3 @@ def finish(context_STHC: Tensor, lse_STH: Tensor, values_HFC: Tensor, gate_TH: T
     o_THF = (context_THC.transpose(0, 1) @ values_HFC.transpose(1, 2)).transpose(0, 1)
     wide = torch.promote_types(gate_TH.dtype, torch.float32)
     return (o_THF * gate_TH.to(wide).sigmoid().to(gate_TH.dtype).unsqueeze(-1)).contiguous()
-
-
-def _rotate(x: Tensor, angles_E2: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i+1) of the last dimension by the angles whose cosine and sine are given."""
-    even, odd = torch.unflatten(x, -1, (-1, 2)).unbind(-1)
-    cos, sin = angles_E2.unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)

@@ -16,8 +16,8 @@ from torch import Tensor
 from dspark.kernels import launch
 from dspark.kernels.moe.reference import sort_by_expert
 
-UP = {"block_n": 128, "block_k": 64, "num_warps": 4, "num_stages": 3}
-DOWN = {"block_n": 256, "block_k": 64, "num_warps": 4, "num_stages": 2}
+UP = {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+DOWN = {"BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
 BLOCK_ROWS = 64
 """Rows of a tile: at a quarter of flash an expert has 128 of 8192 tokens on average, some more, some less."""
 
@@ -31,9 +31,9 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: tl.constexpr):
+def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_M: tl.constexpr):
     """One tile."""
-    t, x = tl.program_id(0), tl.arange(0, BLOCK_X)
+    t, x = tl.program_id(0), tl.arange(0, triton.next_power_of_2(X))
     end = tl.load(ends + x, mask=x < X, other=0)
     counts = tl.where(x < X, end - tl.load(ends + x - 1, mask=(x > 0) & (x < X), other=0), 0)
     num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
@@ -47,8 +47,9 @@ def tile_kernel(tiles, ends, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
-def _multiply(x_ptr, w_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
+def _multiply(x_ptr, w_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows times columns, both K long; the pointers are those of the first BLOCK_K."""
+    DOT: tl.constexpr = launch.dot_dtype(x_ptr.dtype.element_ty)
     k, sum_ = tl.arange(0, BLOCK_K), tl.zeros((x_ptr.shape[0], w_ptr.shape[1]), tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -63,7 +64,7 @@ def _multiply(x_ptr, w_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.cons
 @triton.jit
 def product_kernel(
     outputs, inputs, weights, limits, order, tiles, J: tl.constexpr, HALVES: tl.constexpr, WIDTH: tl.constexpr,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and BLOCK_N // HALVES columns of WIDTH. Up has two halves, gate and up, which become SwiGLU: it
     reads every pick's row of J and keeps the sorted order; down reads that and writes to the picks' places.
@@ -84,7 +85,7 @@ def product_kernel(
     x_ptr = inputs + source[:, None] * K + k[None, :]
     of_half = n % HALVES * WIDTH + tl.minimum(part * COLUMNS + n // HALVES, WIDTH - 1)
     w_ptr = weights + expert.to(tl.int64) * (HALVES * WIDTH * K) + of_half[None, :] * K + k[:, None]
-    sum_ = _multiply(x_ptr, w_ptr, K, BLOCK_K, DOT)
+    sum_ = _multiply(x_ptr, w_ptr, K, BLOCK_K)
     if HALVES == 2:
         gate, up = tl.split(tl.reshape(sum_, (BLOCK_M, COLUMNS, 2)))
         limit = tl.load(limits + expert)
@@ -99,42 +100,31 @@ def product_kernel(
 def run_each(x_ND: Tensor, ids_NJ: Tensor, gate_up_XCD: Tensor, down_XDI: Tensor, limits_X: Tensor) -> Tensor:
     """See the package. In float32 a sum is one chain of multiply-adds: some times torch's error at wide rows."""
     tiles = tile_rows(*sort_by_expert(ids_NJ, len(limits_X)))
-    return down(up(x_ND, gate_up_XCD, limits_X, tiles), down_XDI, tiles).view(*ids_NJ.shape, -1)
+    act_MI = multiply(x_ND, gate_up_XCD, limits_X, tiles, UP)
+    return multiply(act_MI, down_XDI, None, tiles, DOWN).view(*ids_NJ.shape, -1)
 
 
 def tile_rows(order_M: Tensor, ends_X: Tensor, block_rows: int = BLOCK_ROWS) -> Tiles:
     """Cut what ``sort_by_expert`` gives (order_M, ends_X) into tiles of at most ``block_rows`` rows of one expert."""
     num_tiles = triton.cdiv(len(order_M), block_rows) + min(len(ends_X), len(order_M))  # as many, or more
     tiles_T3 = torch.empty(num_tiles, 3, dtype=torch.int32, device=ends_X.device)
-    block = triton.next_power_of_2(len(ends_X))
-    tile_kernel[(num_tiles,)](tiles_T3, ends_X, X=len(ends_X), BLOCK_X=block, BLOCK_M=block_rows, num_warps=4)
+    tile_kernel[(num_tiles,)](tiles_T3, ends_X, X=len(ends_X), BLOCK_M=block_rows, num_warps=4)
     return Tiles(order_M, tiles_T3, block_rows)
 
 
-def up(x_ND: Tensor, gate_up_XCD: Tensor, limits_X: Tensor, tiles: Tiles, **changes: int) -> Tensor:
-    """SwiGLU of the picks' rows in the sorted order, [M, I]."""
-    act_MI = x_ND.new_empty(len(tiles.order_M), gate_up_XCD.shape[1] // 2)
-    _launch(act_MI, x_ND, gate_up_XCD, limits_X, tiles, 2, UP | changes)
-    return act_MI
-
-
-def down(act_MI: Tensor, down_XDI: Tensor, tiles: Tiles, **changes: int) -> Tensor:
-    """The sorted rows through their experts' down matrices, in the order of the picks, [M, D]."""
-    outputs_MD = act_MI.new_empty(len(act_MI), down_XDI.shape[1])
-    _launch(outputs_MD, act_MI, down_XDI, None, tiles, 1, DOWN | changes)
-    return outputs_MD
-
-
-def _launch(
-    outputs: Tensor, inputs: Tensor, weights: Tensor, limits: Tensor | None, tiles: Tiles, halves: int,
-    choice: dict[str, int],
-) -> None:  # fmt: skip
+def multiply(
+    inputs: Tensor, weights: Tensor, limits: Tensor | None, tiles: Tiles, choice: dict[str, int]
+) -> Tensor:  # fmt: skip
+    """With limits SwiGLU of the picks' rows in the sorted order, [M, I]; else the sorted rows through their experts'
+    down matrices, in the order of the picks, [M, D].
+    """
+    halves = 1 if limits is None else 2
+    outputs = inputs.new_empty(len(tiles.order_M), weights.shape[1] // halves)
     if inputs.dtype == torch.float32:  # a thread's products are many, so its tiles are small
-        choice = choice | {"block_k": 32, "num_stages": 1}
-    width, block_n = outputs.shape[1], choice["block_n"]
-    product_kernel[(len(tiles.tiles_T3) * triton.cdiv(width, block_n // halves),)](
+        choice = choice | {"BLOCK_K": 32, "num_stages": 1}
+    width = outputs.shape[1]
+    product_kernel[(len(tiles.tiles_T3) * triton.cdiv(width, choice["BLOCK_N"] // halves),)](
         outputs, inputs, weights, limits, tiles.order_M, tiles.tiles_T3, J=len(tiles.order_M) // len(inputs),
-        HALVES=halves, WIDTH=width, K=inputs.shape[1], BLOCK_M=tiles.block_rows, BLOCK_N=block_n,
-        BLOCK_K=choice["block_k"], DOT=launch.dot_dtype(inputs.dtype), num_warps=choice["num_warps"],
-        num_stages=choice["num_stages"],
+        HALVES=halves, WIDTH=width, K=inputs.shape[1], BLOCK_M=tiles.block_rows, **choice,
     )  # fmt: skip
+    return outputs

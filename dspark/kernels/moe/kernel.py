@@ -32,6 +32,7 @@ DOWN_ONE = DOWN | {"block_k": 128, "num_warps": 2}
 DOWN_WIDE = DOWN | {"form": "plain", "block_rows": 32, "min_rows": 16, "block_k": 128, "num_stages": 5}
 """The dense MLP (6144 / 4), and experts that are not sharded (768)."""
 
+PADDED = tl.constexpr(MAX_TOKENS)
 MIN_UNITS = 4 * 132
 """With fewer the row tile is halved, down to min_rows. A sum is one chain over K in every size and instruction."""
 
@@ -78,14 +79,14 @@ def _round(x, DTYPE: tl.constexpr, DOT: tl.constexpr):
 @triton.jit(do_not_specialize=["last_expert"])
 def _unit_kernel(
     inputs, weights, limits, experts, pairs, outputs, last_expert, PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr,
-    R: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, IS_WHOLE: tl.constexpr, LINES: tl.constexpr, DOT: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, IS_WHOLE: tl.constexpr, LINES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One unit.
 
     In a chain ``plain`` asks, before it knows what the router chose, for the last expert, which is always visited.
     """
+    DOT: tl.constexpr = launch.dot_dtype(inputs.dtype.element_ty)
     TILES: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     slot, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -134,36 +135,33 @@ def up(
     x_TD: Tensor, gate_up_XCD: Tensor, dispatch: Dispatch, limits_X: Tensor, *, is_chained: bool = False, **changes: Any
 ) -> Tensor:
     """See the package. ``changes`` to UP."""
-    act_MI = x_TD.new_empty(dispatch.weights_TJ.numel(), gate_up_XCD.shape[1] // 2)
-    pairs_a_row = dispatch.weights_TJ.shape[1]
-    choice = (UP_ONE if len(x_TD) == 1 and act_MI.shape[1] > 256 else UP) | changes
-    _launch(x_TD, gate_up_XCD, limits_X, dispatch, act_MI, 2, pairs_a_row, is_chained, choice)
-    return act_MI
+    choice = (UP_ONE if len(x_TD) == 1 and gate_up_XCD.shape[1] > 512 else UP) | changes
+    return _multiply(x_TD, gate_up_XCD, limits_X, dispatch, choice, is_chained)
 
 
 def down(act_MI: Tensor, down_XDI: Tensor, dispatch: Dispatch, *, is_chained: bool = False, **changes: Any) -> Tensor:
     """See the package. ``changes`` to DOWN."""
-    out_MD = act_MI.new_empty(act_MI.shape[0], down_XDI.shape[1])
     width, half = down_XDI.shape[2], DOWN_ONE if len(dispatch.weights_TJ) == 1 else DOWN_HALF
     choice = (DOWN if width <= 256 else half if width <= 512 else DOWN_WIDE) | changes
-    _launch(act_MI, down_XDI, out_MD, dispatch, out_MD, 1, 1, is_chained, choice)
-    return out_MD.view(*dispatch.weights_TJ.shape, -1)
+    return _multiply(act_MI, down_XDI, None, dispatch, choice, is_chained).view(*dispatch.weights_TJ.shape, -1)
 
 
-def _launch(
-    inputs: Tensor, weights: Tensor, limits: Tensor, dispatch: Dispatch, outputs: Tensor, halves: int, pairs_a_row: int,
-    is_chained: bool, choice: dict[str, Any],
-) -> None:  # fmt: skip
-    """Start the form of ``choice``."""
-    (num_slots, _), (num_rows, width) = dispatch.pairs_PN.shape, (weights.shape[1] // halves, weights.shape[2])
+def _multiply(
+    inputs: Tensor, weights: Tensor, limits: Tensor | None, dispatch: Dispatch, choice: dict[str, Any], is_chained: bool
+) -> Tensor:
+    """Every pair's row, in the form of ``choice``: with limits up, of its token's input, else down, of its own."""
+    (num_tokens, num_slots), num_visits = dispatch.weights_TJ.shape, len(dispatch.pairs_PN)
+    halves, pairs_a_row = (1, 1) if limits is None else (2, num_slots)
+    num_rows, width = weights.shape[1] // halves, weights.shape[2]
+    outputs = inputs.new_empty(num_tokens * num_slots, num_rows)
     block_rows = choice["block_rows"]
-    while block_rows > choice["min_rows"] and num_slots * triton.cdiv(num_rows, block_rows) < MIN_UNITS:
+    while block_rows > choice["min_rows"] and num_visits * triton.cdiv(num_rows, block_rows) < MIN_UNITS:
         block_rows //= 2
-    num_tokens, last_expert = dispatch.weights_TJ.shape[0], weights.shape[0] - 1
-    _unit_kernel[(num_slots * triton.cdiv(num_rows, block_rows),)](
-        inputs, weights, limits, dispatch.experts_P, dispatch.pairs_PN, outputs, last_expert,
+    _unit_kernel[(num_visits * triton.cdiv(num_rows, block_rows),)](
+        inputs, weights, limits, dispatch.experts_P, dispatch.pairs_PN, outputs, len(weights) - 1,
         PAIRS_A_ROW=pairs_a_row, HALVES=halves, R=num_rows, K=width, N=8 if num_tokens <= 8 else MAX_TOKENS,
-        PADDED=MAX_TOKENS, BLOCK_R=block_rows, BLOCK_K=choice["block_k"], STAGES=choice["num_stages"],
-        IS_WHOLE=choice["form"] == "whole", LINES=32 * choice["num_warps"], DOT=launch.dot_dtype(inputs.dtype),
-        num_warps=choice["num_warps"], **launch.options(is_chained),
+        BLOCK_R=block_rows, BLOCK_K=choice["block_k"], STAGES=choice["num_stages"],
+        IS_WHOLE=choice["form"] == "whole", LINES=32 * choice["num_warps"], num_warps=choice["num_warps"],
+        **launch.options(is_chained),
     )  # fmt: skip
+    return outputs

@@ -26,8 +26,8 @@ class Tile(NamedTuple):
 
     rows of a program; columns of a pipeline step; slices of a step that warps share (1, or a batched product, which
     holds to the classic tensor-core instruction; with 1 and 64 rows or more the warp-group one is used); splits of the
-    columns over programs; held columns that are loaded before the wait (a power of two; 0 for none); whether the rest
-    is prefetched to L2 before the wait. Weights leave the caches first.
+    columns over programs; held columns that are loaded before the wait (a power of two; 0 for none). Weights leave the
+    caches first.
     """
 
     rows: int
@@ -37,7 +37,6 @@ class Tile(NamedTuple):
     held: int
     num_warps: int
     num_stages: int
-    is_prefetched: bool = True
 
 
 def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int = 0) -> Tile:
@@ -47,7 +46,7 @@ def tile_for(num_rows: int, num_columns: int, element_size: int, head_width: int
     of a microsecond): then it does not matter that the programs do not divide by 132 multiprocessors.
     """
     if element_size > 2:  # full-precision products do not use tensor cores: small tiles, for tests and small models
-        return Tile(16, max(32, head_width), 1, 1, 0, 4, 2, is_prefetched=False)
+        return Tile(16, max(32, head_width), 1, 1, 0, 4, 2)
     if head_width:  # many rows and few columns a program: each norms its columns anew
         fits = triton.cdiv(num_rows, 128) * triton.cdiv(num_columns, 256) <= 132  # one program a multiprocessor
         held = max(256 if fits else 512, head_width)
@@ -73,7 +72,7 @@ def _columns(padded, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
 @triton.jit
 def weight_tile(
     weight, stride, rows, first, D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, SLICES: tl.constexpr, IS_WHOLE: tl.constexpr, POLICY: tl.constexpr,
+    COLUMNS: tl.constexpr, SLICES: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Weights [rows, COLUMNS] from padded column ``first`` on, or [SLICES, rows, COLUMNS / SLICES]."""
     if SLICES == 1:
@@ -84,10 +83,10 @@ def weight_tile(
         padded = first + tl.arange(0, SLICES)[:, None, None] * WIDE + tl.arange(0, WIDE)[None, None, :]
         at = weight + rows[None, :, None] * stride + _columns(padded, WIDTH, PADDED_WIDTH)
     if IS_WHOLE:
-        return tl.load(at, eviction_policy=POLICY)
+        return tl.load(at, eviction_policy="evict_first")
     else:
         is_column = (padded < D // WIDTH * PADDED_WIDTH) & (padded % PADDED_WIDTH < WIDTH)
-        return tl.load(at, mask=is_column, other=0.0, eviction_policy=POLICY)
+        return tl.load(at, mask=is_column, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -108,20 +107,20 @@ def token_tile(
 
 @triton.jit
 def _input_tile(
-    o, gate, norm_weight, stride_token, stride_head, gate_stride_token, gate_stride_head, first, num_tokens, eps,
-    D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
+    o, stride, gated, first, num_tokens, D: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, SLICES: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """``token_tile``; with a gate of gated and normed heads: statistics and product in float32, rounded once."""
+    gate, norm_weight, stride_head, gate_stride, gate_stride_head, eps = gated
     if gate is None:
-        return token_tile(o, stride_token, first, num_tokens, D, COLUMNS, SLICES, IS_WHOLE)
+        return token_tile(o, stride, first, num_tokens, D, COLUMNS, SLICES, IS_WHOLE)
     else:
         tokens = tl.arange(0, 16)[:, None, None]
         heads = first // PADDED_WIDTH + tl.arange(0, COLUMNS // PADDED_WIDTH)[None, :, None]
         places = tl.arange(0, PADDED_WIDTH)[None, None, :]
         mask = (tokens < num_tokens) & (heads < D // WIDTH) & (places < WIDTH)
-        x = tl.load(o + tokens * stride_token + heads * stride_head + places, mask=mask, other=0.0).to(tl.float32)
-        at = gate + tokens * gate_stride_token + heads * gate_stride_head + places
+        x = tl.load(o + tokens * stride + heads * stride_head + places, mask=mask, other=0.0).to(tl.float32)
+        at = gate + tokens * gate_stride + heads * gate_stride_head + places
         logits = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(norm_weight + places, mask=places < WIDTH, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x, 2) / WIDTH + eps)
@@ -164,20 +163,21 @@ def project_kernel(
     x, weight, y, partial, counters, num_tokens, x_stride, weight_stride, C: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
     SPLITS: tl.constexpr, HELD: tl.constexpr, STEPS: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    POLICY: tl.constexpr, IS_WHOLE: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
-    num_stages: tl.constexpr, gate=None, norm_weight=None, eps=0.0, x_stride_head=0, gate_stride=0, gate_stride_head=0,
-    prepared=None, history=None, conv=None, a_log=None, dt_bias=None, lower_bound=0.0, H: tl.constexpr = 0,
-    E: tl.constexpr = 0, J: tl.constexpr = 0,
+    IS_WHOLE: tl.constexpr, IS_CHAINED: tl.constexpr, num_stages: tl.constexpr, gate=None, norm_weight=None, eps=0.0,
+    x_stride_head=0, gate_stride=0, gate_stride_head=0, prepared=None, history=None, conv=None, a_log=None,
+    dt_bias=None, lower_bound=0.0, H: tl.constexpr = 0, E: tl.constexpr = 0, J: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (tile, share). C rows and D columns of the weight; a share has HELD + STEPS * COLUMNS padded columns.
 
     IS_WHOLE: no column needs a mask. Without a gate WIDTH is D. J 0: nothing is prepared.
     """
+    DOT: tl.constexpr = launch.dot_dtype(weight.dtype.element_ty)
+    gated = (gate, norm_weight, x_stride_head, gate_stride, gate_stride_head, eps)
     tile, share = tl.program_id(0), tl.program_id(1)
     rows = tl.minimum(tile * ROWS + tl.arange(0, ROWS), C - 1).to(tl.int64)  # past the end the last, not written
     first = share * (HELD + STEPS * COLUMNS)
     if HELD > 0:
-        held = weight_tile(weight, weight_stride, rows, first, D, WIDTH, PADDED_WIDTH, HELD, SLICES, IS_WHOLE, POLICY)
+        held = weight_tile(weight, weight_stride, rows, first, D, WIDTH, PADDED_WIDTH, HELD, SLICES, IS_WHOLE)
     if NUM_CHUNKS > 0:
         prefetch_tile(weight, weight_stride, rows, first + HELD, D, NUM_CHUNKS, CHUNK)
     own_rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
@@ -188,17 +188,13 @@ def project_kernel(
     if STEPS > 0:
         for step in tl.range(0, STEPS, num_stages=num_stages):
             at = first + HELD + step * COLUMNS
-            w = weight_tile(weight, weight_stride, rows, at, D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE, POLICY)
+            w = weight_tile(weight, weight_stride, rows, at, D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE)
             tokens = _input_tile(
-                x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, at, num_tokens, eps,
-                D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE,
+                x, x_stride, gated, at, num_tokens, D, WIDTH, PADDED_WIDTH, COLUMNS, SLICES, IS_WHOLE
             )  # fmt: skip
             sums = tl.dot(w.to(DOT), tokens.to(DOT), sums, input_precision="ieee")
     if HELD > 0:
-        tokens = _input_tile(
-            x, gate, norm_weight, x_stride, x_stride_head, gate_stride, gate_stride_head, first, num_tokens, eps,
-            D, WIDTH, PADDED_WIDTH, HELD, SLICES, IS_WHOLE,
-        )  # fmt: skip
+        tokens = _input_tile(x, x_stride, gated, first, num_tokens, D, WIDTH, PADDED_WIDTH, HELD, SLICES, IS_WHOLE)
         sums = tl.dot(held.to(DOT), tokens.to(DOT), sums, input_precision="ieee")
     if SLICES > 1:
         sums = tl.sum(sums, 0)
@@ -229,10 +225,11 @@ def chunks(weight_CD: Tensor, rows: int, num_warps: int, num_columns: int) -> tu
     """How ``num_columns`` columns of each of a program's rows are asked into L2: pieces, elements of one; or zeros.
 
     As many pieces as give every thread one, but of 256 bytes or more. The instruction wants multiples of 16 bytes.
+    Nothing is asked of float32, whose products take longer than its bytes.
     """
     unit = 16 // weight_CD.element_size()
     is_aligned = weight_CD.data_ptr() % 16 == 0 and weight_CD.stride(0) % unit == 0 and weight_CD.shape[1] % unit == 0
-    if launch.is_interpreted() or not is_aligned or num_columns < 16 * unit:
+    if launch.IS_INTERPRETED or unit < 8 or not is_aligned or num_columns < 16 * unit:
         return 0, 0
     count = max(1, min(32 * num_warps // rows, num_columns // (16 * unit)))
     count = 1 << (count.bit_length() - 1)
@@ -269,7 +266,7 @@ def project_prepared(
     tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """``reference.project_prepared``; ``tile`` overrides the table, and the ring where that fits."""
-    if tile is None and not launch.is_interpreted() and ring.fits(x_TD, weight_CD):
+    if tile is None and not launch.IS_INTERPRETED and ring.fits(x_TD, weight_CD):
         inputs = (x_TD, weight_CD, history_WC, conv_CJ, a_log_H, dt_bias_HE, lower_bound, out)
         return ring.project_prepared(*inputs, is_chained=is_chained)
     (num_heads, width), num_taps = dt_bias_HE.shape, conv_CJ.shape[1]
@@ -296,14 +293,14 @@ def _launch(
         assert steps == 0 or tile.columns % gated_width == 0
         assert tile.held % gated_width == 0
     rest = min(steps * tile.columns, max(num_columns - tile.held, 0))
-    num_chunks, chunk = chunks(weight_CD, tile.rows, tile.num_warps, rest) if tile.is_prefetched else (0, 0)
+    num_chunks, chunk = chunks(weight_CD, tile.rows, tile.num_warps, rest)
     partial = y_TC if splits == 1 else x.new_empty(splits, num_tokens, num_rows, dtype=torch.float32)
     is_whole = splits * (tile.held + steps * tile.columns) == num_columns and width == padded_width
     project_kernel[(triton.cdiv(num_rows, tile.rows), splits)](
         x, weight_CD, y_TC, partial=partial, counters=counters, num_tokens=num_tokens, x_stride=x.stride(0),
         weight_stride=weight_CD.stride(0), C=num_rows, D=num_columns, **extras,
         ROWS=tile.rows, COLUMNS=tile.columns, SLICES=tile.slices, SPLITS=splits, HELD=tile.held, STEPS=steps,
-        NUM_CHUNKS=num_chunks, CHUNK=chunk, POLICY="evict_first", IS_WHOLE=is_whole, num_stages=tile.num_stages,
-        DOT=launch.dot_dtype(weight_CD.dtype), num_warps=tile.num_warps, **launch.options(is_chained),
+        NUM_CHUNKS=num_chunks, CHUNK=chunk, IS_WHOLE=is_whole, num_stages=tile.num_stages, num_warps=tile.num_warps,
+        **launch.options(is_chained),
     )  # fmt: skip
     return y_TC

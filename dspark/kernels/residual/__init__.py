@@ -37,5 +37,4 @@ def embed_norm(
     """
     check({}, torch.int64, ids_T=ids_T)
     check({}, embedding_VD.dtype, embedding_VD=embedding_VD, norm_weight_D=norm_weight_D)
-    run = form_for(embedding_VD, reference.embed_norm, is_chained=is_chained)
-    return run(ids_T, embedding_VD, norm_weight_D, eps)
+    return form_for(embedding_VD, reference.embed_norm, is_chained=is_chained)(ids_T, embedding_VD, norm_weight_D, eps)

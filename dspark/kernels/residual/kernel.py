@@ -55,37 +55,20 @@ def finish_row(residual_D, total_D, scale_D, new_residual, normed, place_D, insi
 
 @triton.jit
 def add_norm_kernel(
-    parts, weights, residual, norm_weight, new_residual, normed, eps, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr,
-):  # fmt: skip
-    """One token's row: the weighted sum of its parts, the residual, the norm."""
-    row = tl.program_id(0)
-    column_D = tl.arange(0, BLOCK)
-    inside_D = column_D < WIDTH
-    scale_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0)
-    launch.signal(IS_CHAINED)  # at once: the successor's weights are asked for while this waits for nine rows
-    launch.wait(IS_CHAINED)
-    place_D = row * WIDTH + column_D
-    residual_D = tl.load(residual + place_D, mask=inside_D, other=0.0)
-    total_D = sum_parts(parts, weights, row, True, column_D, inside_D, WIDTH, PARTS)
-    finish_row(residual_D, total_D, scale_D, new_residual, normed, place_D, inside_D, eps, WIDTH)
-
-
-@triton.jit
-def embed_norm_kernel(
-    ids, embedding, norm_weight, new_residual, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    parts, weights, residual, ids, norm_weight, new_residual, normed, eps, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One token's row: its embedding and the norm."""
+    """One token's row: the weighted sum of its parts, the residual (with ids: of that id), the norm."""
     row = tl.program_id(0)
-    column_D = tl.arange(0, BLOCK)
+    column_D = tl.arange(0, triton.next_power_of_2(WIDTH))
     inside_D = column_D < WIDTH
     scale_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0)
-    launch.follow(IS_CHAINED)
-    token = tl.load(ids + row)
-    embedded_D = tl.load(embedding + token * WIDTH + column_D, mask=inside_D, other=0.0)
-    zero_D = tl.zeros([BLOCK], tl.float32)
-    finish_row(embedded_D, zero_D, scale_D, new_residual, normed, row * WIDTH + column_D, inside_D, eps, WIDTH)
+    # Of a sum at once: the successor's weights are asked for while this waits for nine rows.
+    launch.follow(IS_CHAINED, IS_EARLY=ids is None)
+    source = row if ids is None else tl.load(ids + row)
+    residual_D = tl.load(residual + (source * WIDTH + column_D), mask=inside_D, other=0.0)
+    total_D = sum_parts(parts, weights, row, True, column_D, inside_D, WIDTH, PARTS)
+    finish_row(residual_D, total_D, scale_D, new_residual, normed, row * WIDTH + column_D, inside_D, eps, WIDTH)
 
 
 def add_norm(
@@ -98,8 +81,8 @@ def add_norm(
     num_warps = warps_for(width) if is_window else min(4, warps_for(width))
     new_residual_TD, normed_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
     add_norm_kernel[(num_tokens,)](
-        parts_TKD, weights_TK, residual_TD, norm_weight_D, new_residual_TD, normed_TD, eps, WIDTH=width,
-        PARTS=num_parts, BLOCK=triton.next_power_of_2(width), num_warps=num_warps, **launch.options(is_chained),
+        parts_TKD, weights_TK, residual_TD, None, norm_weight_D, new_residual_TD, normed_TD, eps, WIDTH=width,
+        PARTS=num_parts, num_warps=num_warps, **launch.options(is_chained),
         **({"maxnreg": registers_for(num_warps)} if is_window else {}),
     )  # fmt: skip
     return new_residual_TD, normed_TD
@@ -113,9 +96,8 @@ def embed_norm(
     num_warps = warps_for(width)
     residual_TD = embedding_VD.new_empty(len(ids_T), width)
     normed_TD = torch.empty_like(residual_TD)
-    embed_norm_kernel[(len(ids_T),)](
-        ids_T, embedding_VD, norm_weight_D, residual_TD, normed_TD, eps, WIDTH=width,
-        BLOCK=triton.next_power_of_2(width), num_warps=num_warps, maxnreg=registers_for(num_warps),
-        **launch.options(is_chained),
+    add_norm_kernel[(len(ids_T),)](
+        None, None, embedding_VD, ids_T, norm_weight_D, residual_TD, normed_TD, eps, WIDTH=width, PARTS=0,
+        num_warps=num_warps, maxnreg=registers_for(num_warps), **launch.options(is_chained),
     )  # fmt: skip
     return residual_TD, normed_TD

@@ -36,5 +36,4 @@ def dispatch(
     sizes = check(sizes, x_TD.dtype, torch.float32, gate_XD=gate_XD)
     check(sizes, torch.float32, bias_X=bias_X)
     check_counters(counters)
-    run = form_for(x_TD, reference.dispatch, counters=counters, is_chained=is_chained)
-    return run(x_TD, gate_XD, bias_X, law)
+    return form_for(x_TD, reference.dispatch, counters=counters, is_chained=is_chained)(x_TD, gate_XD, bias_X, law)

@@ -25,8 +25,11 @@ LEAST = tl.constexpr(-0x80000000)
 def _dispatch_kernel(
     x, gate, bias, scratch, counters, weights, pairs, scaling, T: tl.constexpr, X: tl.constexpr, D: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, PICKS: tl.constexpr, BLOCK_X: tl.constexpr, LENGTH: tl.constexpr,
-    LANES: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, IS_CHAINED: tl.constexpr,
+    LANES: tl.constexpr, SLICES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    # More exact than the working dtype needs where only the gate is float32.
+    DOT: tl.constexpr = launch.dot_dtype(gate.dtype.element_ty)
+    SLICE: tl.constexpr = 32 if gate.dtype.element_ty == tl.float32 else 128
     SIZE: tl.constexpr = X // GROUPS
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     first, end = program // LENGTH * SIZE + program % LENGTH * BLOCK_X, program // LENGTH * SIZE + SIZE
@@ -273,32 +276,29 @@ def dispatch(
     weights_TJ = torch.empty(num_tokens, num_picks + 1, device=x_TD.device)
     integers = torch.empty(num_slots * (MAX_TOKENS + 1) + 1, dtype=torch.int32, device=x_TD.device)
     pairs, experts_P, num_active_1 = integers.split([num_slots * MAX_TOKENS, num_slots, 1])
-    # More exact than the working dtype needs where only one side is float32.
-    wide = torch.promote_types(x_TD.dtype, gate_XD.dtype)
     _dispatch_kernel[(num_groups * num_lists,)](
         x_TD, gate_XD, bias_X, scratch, counters, weights_TJ, integers, scaling, T=num_tokens, X=num_experts, D=width,
         GROUPS=num_groups, KEPT=num_kept_groups, PICKS=num_picks, BLOCK_X=BLOCK_X, LENGTH=num_lists, LANES=lanes,
-        SLICES=NUM_WARPS, SLICE=32 if wide == torch.float32 else 128, DOT=launch.dot_dtype(wide), num_warps=NUM_WARPS,
-        maxnreg=2048 // NUM_WARPS, **launch.options(is_chained),  # fewer registers, and the assembler delays loads
+        SLICES=NUM_WARPS, num_warps=NUM_WARPS, maxnreg=2048 // NUM_WARPS,  # fewer, and the assembler delays loads
+        **launch.options(is_chained),
     )  # fmt: skip
     return Dispatch(weights_TJ, experts_P, pairs.view(num_slots, MAX_TOKENS), num_active_1)
 
 
 @triton.jit
 def choose_kernel(
-    ids, weights, logits, bias, scaling, X: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    PICKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    ids, weights, logits, bias, scaling, X: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PICKS: tl.constexpr
 ):  # fmt: skip
     """One row; tiles are [groups, members]. The smaller index wins: places are minima over the best."""
     SIZE: tl.constexpr = X // GROUPS
     row = tl.program_id(0).to(tl.int64)
-    g, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)[None, :]
+    g, s = tl.arange(0, triton.next_power_of_2(GROUPS)), tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     expert = g[:, None] * SIZE + s
     inside = (g[:, None] < GROUPS) & (s < SIZE)
     score = tl.sigmoid(tl.load(logits + row * X + expert, mask=inside, other=0.0))
     biased = tl.where(inside, score + tl.load(bias + expert, mask=inside, other=0.0), -float("inf"))
     best = tl.max(biased, 1)
-    place = tl.min(tl.where(biased == best[:, None], s, BLOCK_S), 1)
+    place = tl.min(tl.where(biased == best[:, None], s, SIZE), 1)
     value = best + tl.max(tl.where(s == place[:, None], -float("inf"), biased), 1)
     other, own = value[None, :], value[:, None]
     is_before = (other > own) | ((other == own) & (g[None, :] < g[:, None]))
@@ -325,7 +325,6 @@ def choose(logits_NX: Tensor, bias_X: Tensor, law: Law) -> tuple[Tensor, Tensor]
     weights_NJ = torch.empty(num_rows, num_picks + 1, device=logits_NX.device)
     choose_kernel[(num_rows,)](
         ids_NJ, weights_NJ, logits_NX, bias_X, scaling, X=num_experts, GROUPS=num_groups, KEPT=num_kept_groups,
-        PICKS=num_picks, BLOCK_G=triton.next_power_of_2(num_groups),
-        BLOCK_S=triton.next_power_of_2(num_experts // num_groups), num_warps=1,
+        PICKS=num_picks, num_warps=1,
     )  # fmt: skip
     return ids_NJ, weights_NJ

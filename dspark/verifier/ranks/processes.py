@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dspark.errors import RankError
-from dspark.kernels.exchange import reference
-from dspark.kernels.residual.reference import partial_sum
+from dspark.kernels.residual.reference import add_norm, partial_sum
 from dspark.verifier.ranks.alone import Ranks
 
 START_SECONDS = 600.0
@@ -51,7 +50,7 @@ class Processes(Ranks):
         *, is_chained: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         partials_RTD = self.gather(partial_sum(parts_TKD, weights_TK))
-        return reference.sum_norm(partials_RTD, residual_TD, norm_weight_D, eps)
+        return add_norm(partials_RTD.transpose(0, 1), None, residual_TD, norm_weight_D, eps)
 
     def gather(self, values: Tensor, *, is_chained: bool = False) -> Tensor:
         return self._gather(values, self.limit_seconds)

@@ -13,8 +13,8 @@ from torch.nn import functional
 from dspark.errors import ConfigError
 from dspark.kernels import kda_chunk, mla, moe, router
 from dspark.kernels.chunks import Chunks, lay_out
+from dspark.kernels.rotary import rotary_angles, rotate_interleaved_pairs
 from dspark.kernels.transfer import onto
-from dspark.layers.rotary import rotary_angles, rotate_interleaved_pairs
 from dspark.target.config import TargetConfig
 from dspark.target.loading import check_ids, check_taps
 from dspark.types import TargetOutput

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dspark.kernels import MAX_TOKENS, reading
+from dspark.kernels import MAX_TOKENS
 from dspark.verifier.calls import Call, call
 from dspark.verifier.capture import Captured
 from dspark.verifier.drafting import Cycle
@@ -81,6 +81,8 @@ class Clock:
 
 def read_bandwidth(clock: Clock, free_bytes: int) -> float:
     """Bytes a second of the fastest of several read-only tilings over 4 GB, or half of what is free."""
+    from dspark.kernels import reading  # Triton, which a CPU may lack
+
     size = min(READ_BYTES, free_bytes // 2)
     x_N = torch.ones(size // 4 // 65536 * 65536, dtype=torch.int32, device=clock.device)
     times = [clock.time(Captured(partial(reading.read_sums, x_N, *t), clock.device)) for t in reading.TILINGS]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dspark.layers.rotary import rotary_angles, rotate_half_pairs, rotate_interleaved_pairs
+from dspark.kernels.rotary import rotary_angles, rotate_half_pairs, rotate_interleaved_pairs
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
