@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import ClassVar, Generic
 
 import torch
@@ -39,7 +40,7 @@ class PlainSpeaker(Generic[CacheT]):
         ids_B = _first_ids(self.target, output, prompts, sampling, uniforms)
         stopwatch.lap("prefill")
         rows, one_B = list(range(len(prompts))), torch.ones(len(prompts), dtype=torch.int64)
-        for num_tokens in range(1, sampling.max_new_tokens + 1):
+        for num_tokens in count(1):
             ids = ids_B.tolist()
             yield [Spoken(row, [ids[row]], None) for row in rows]
             stopwatch.lap("other")
