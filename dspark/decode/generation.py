@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import ClassVar, Generic
 
 import torch
@@ -38,17 +39,13 @@ class PlainSpeaker(Generic[CacheT]):
         cache, output = self.target.prefill(prompts)
         ids_B = _first_ids(self.target, output, prompts, sampling, uniforms)
         stopwatch.lap("prefill")
-        lengths, one_B = dict.fromkeys(range(len(prompts)), 1), torch.ones(len(prompts), dtype=torch.int64)
-        while True:
+        rows, one_B = list(range(len(prompts))), torch.ones(len(prompts), dtype=torch.int64)
+        for num_tokens in count(1):
             ids = ids_B.tolist()
-            yield [Spoken(row, [ids[row]], None) for row in lengths]
+            yield [Spoken(row, [ids[row]], None) for row in rows]
             stopwatch.lap("other")
-            lengths = {
-                row: length + 1
-                for row, length in lengths.items()
-                if ids[row] not in sampling.stop_token_ids and length < sampling.max_new_tokens
-            }
-            if not lengths:
+            rows = [row for row in rows if ids[row] not in sampling.stop_token_ids]
+            if not rows or num_tokens == sampling.max_new_tokens:
                 return
             hidden_BD = self.target.verify(ids_B[:, None], cache).last_hidden_ND
             ids_B = sample(self.target.logits(hidden_BD), sampling, [uniform() for uniform in uniforms])

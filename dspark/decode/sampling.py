@@ -2,10 +2,11 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
+from pydantic.dataclasses import dataclass
 
+from dspark.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from dspark.errors import CheckpointError
 
 Uniforms = Callable[[], float]
@@ -19,24 +20,14 @@ GREEDY_TEMPERATURE = 1e-5
 class Sampling:
     """How text is drawn and when it ends: after a stop token (which belongs to the text) or after max_new_tokens.
     ``top_k`` (0 is off) and ``top_p`` (1 is off) leave the likeliest tokens only, see ``token_probs``.
-    Raises: ValueError for a negative temperature or top_k, max_new_tokens below 1, or a top_p outside (0, 1].
+    Raises: ValueError for a temperature that is negative or no number, and for what else lies outside its range.
     """
 
-    temperature: float
-    max_new_tokens: int
+    temperature: NonNegativeFloat
+    max_new_tokens: PositiveInt
     stop_token_ids: tuple[int, ...] = ()
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}; 0 keeps every token")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}; 1 keeps every token")
+    top_k: NonNegativeInt = 0
+    top_p: Share = 1.0
 
     @property
     def is_greedy(self) -> bool:

@@ -112,10 +112,6 @@ class LingCache:
         """What one linear attention layer has committed; ``linear_layer`` counts these layers only."""
         return LinearMemory(self.states[linear_layer], self.histories_MBWC[linear_layer])
 
-    def rows(self, latent_layer: int) -> torch.Tensor:
-        """The buffer [B, J, C] of one latent attention layer; ``latent_layer`` counts these layers only."""
-        return self.rows_MBJC[latent_layer]
-
     def stage(self, stages: list[LinearStage], num_tokens: int) -> None:
         """Remember what ``num_tokens`` verified tokens would do; the latent layers' rows are written already."""
         self._stages, self.num_staged = stages, num_tokens

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from dspark.errors import CheckpointError, ConfigError
 from dspark.model_folder import Checkpoint
-from dspark.target.config import LING_ARCHITECTURE, load_target_config, read_config_json
+from dspark.target.config import LING_ARCHITECTURE, TargetConfig, load_target_config, read_config_json
 from dspark.target.model import LingModel, tensor_shapes
 from dspark.target.tokenizer import stop_token_ids
 from dspark.types import Target
@@ -94,12 +94,19 @@ def load_target(
         from dspark.target.transformers_target import load_transformers_target  # heavy
 
         return load_transformers_target(folder, target_layer_ids, dtype, device)
-    config = load_target_config(folder)
-    checkpoint = Checkpoint(folder)
-    checkpoint.check(tensor_shapes(config))
+    config, checkpoint = open_ling(folder)
     model = LingModel(config, target_layer_ids, dtype, device)
     model.load_tensors(checkpoint.get)
     return model.eval().requires_grad_(False)
+
+
+def open_ling(folder: Path | str) -> tuple[TargetConfig, Checkpoint]:
+    """The config of a Ling-3.0 folder and its weights, of which nothing is read yet but names, shapes and dtypes.
+    Raises: CheckpointError and ConfigError as they deserve.
+    """
+    config, checkpoint = load_target_config(folder), Checkpoint(folder)
+    checkpoint.check(tensor_shapes(config))
+    return config, checkpoint
 
 
 def load_tables(name_or_folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,7 +115,7 @@ class LingModel(nn.Module):
                 y_ND, stage = layer.attention.stage(x_ND, view.layout, cache.memory(len(stages)))
                 stages.append(stage)
                 return y_ND
-            return layer.attention.stage(x_ND, angles, view, cache.rows(next(latent_layers)))
+            return layer.attention.stage(x_ND, angles, view, cache.rows_MBJC[next(latent_layers)])
 
         output = self._walk(ids_BT.flatten().to(self.lm_head.weight.device), attend)
         cache.stage(stages, ids_BT.shape[1])

@@ -1,7 +1,7 @@
 """One rank's pass over a window of tokens: its chain of kernels through each kind of block. Nothing is committed."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from dspark.verifier.calls import Caller
 from dspark.verifier.ranks import Ranks
 from dspark.verifier.weights import ExpertWeights, LatentWeights, LinearWeights, RouterWeights, VerifierWeights
 
-R = TypeVar("R")
 PROGRAMS, USUAL_TOKENS, MOST_SPLITS = 132, 9, 66
 """Multiprocessors of an H200, each full with one program of latent attention; the window that it is cut for; as many
 parts as are merged without spills."""
@@ -35,17 +34,15 @@ class Staged(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What every kernel of a pass is called with; ``forced``: the mixture layers' dispatches, if not the router's."""
+    """What every kernel of a pass is called with: ``run`` its kernels, chained or not, ``call`` torch's operations;
+    ``forced``: the mixture layers' dispatches, if not the router's.
+    """
 
     call: Caller
+    run: Caller
     config: TargetConfig
     buffers: Buffers
-    is_chained: bool
     forced: Sequence[router.Dispatch] = ()
-
-    def run(self, stage: str, kernel: Callable[..., R], *args: Any, **options: Any) -> R:
-        """Call a kernel of the chain."""
-        return self.call(stage, kernel, *args, is_chained=self.is_chained, **options)
 
 
 def num_splits(num_rows: int, num_heads: int) -> int:
@@ -110,6 +107,7 @@ def feed(
         routed = chain.run("Router", router.dispatch, x_TD, gate.gate_XD, gate.bias_X, law, counters)
         dispatch = given or routed
         kind, weights_TK = "MoE", dispatch.weights_TJ
+    assert dispatch is not None
     act_MI = chain.run(f"{kind} up", moe.up, x_TD, experts.gate_up_XCD, dispatch, experts.limits_X)
     parts_TKD = chain.run(f"{kind} down", moe.down, act_MI, experts.down_XDI, dispatch)
     return Partial(parts_TKD, weights_TK)

@@ -28,9 +28,24 @@ class Captured(Generic[ResultT]):
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             before = [tensor.clone() for tensor in changed]
-            self._graph, self._result = _capture(function, device, generator)
+            self._capture(device, generator)
             for tensor, content in zip(changed, before, strict=True):
                 tensor.copy_(content)
+
+    def _capture(self, device: torch.device, generator: torch.Generator | None) -> None:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUPS):
+                self._function()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        if generator is not None:
+            self._graph.register_generator_state(generator)
+        with uncollected(), torch.cuda.graph(self._graph):
+            self._result = self._function()
+        self._graph.instantiate()
 
     def __call__(self) -> ResultT:
         if self._graph is None:
@@ -49,25 +64,6 @@ class Captured(Generic[ResultT]):
         except (OSError, AttributeError, RuntimeError):
             return None
         return count.value if status == 0 else None
-
-
-def _capture(
-    function: Callable[[], ResultT], device: torch.device, generator: torch.Generator | None
-) -> tuple[torch.cuda.CUDAGraph, ResultT]:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUPS):
-            function()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    if generator is not None:
-        graph.register_generator_state(generator)
-    with uncollected(), torch.cuda.graph(graph):
-        result = function()
-    graph.instantiate()
-    return graph, result
 
 
 @contextmanager

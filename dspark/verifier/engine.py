@@ -13,7 +13,7 @@ from dspark.target.loading import check_ids
 from dspark.types import TargetOutput
 from dspark.verifier.blocks import Chain, Window, read_window
 from dspark.verifier.buffers import allocate_buffers
-from dspark.verifier.calls import Caller, call
+from dspark.verifier.calls import Caller, call, named
 from dspark.verifier.capture import Captured
 from dspark.verifier.plan import PIECE_TOKENS, check_device, free_bytes, make_plan
 from dspark.verifier.ranks import ALONE, Ranks
@@ -137,7 +137,8 @@ class Verifier(PackedReader):
 
     def read(self, num_tokens: int, call: Caller = call) -> Window:
         """One pass over the first ``num_tokens`` of ids_T."""
-        chain = Chain(call, self.config, self.buffers, self.is_chained, self.forced.get(num_tokens, ()))
+        run = named("", call, is_chained=self.is_chained)
+        chain = Chain(call, run, self.config, self.buffers, self.forced.get(num_tokens, ()))
         ids_T, dense = self.ids_T[:num_tokens], self.dense[num_tokens]
         return read_window(ids_T, self.weights, self.target_layer_ids, dense, chain, self.ranks)
 

@@ -1,28 +1,17 @@
 """Filling a rank's weights from a folder or from a seed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from math import log
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from dspark.model_folder import Checkpoint
-from dspark.target.config import TargetConfig, load_target_config
-from dspark.target.model import tensor_shapes
-from dspark.verifier.weights import (
-    Dtypes,
-    Fill,
-    LayerWeights,
-    MtpWeights,
-    Shard,
-    VerifierWeights,
-    allocate,
-    allocate_mtp,
-)
+from dspark.target.config import TargetConfig
+from dspark.target.loading import open_ling
+from dspark.verifier.weights import Dtypes, LayerWeights, MtpWeights, Shard, VerifierWeights, allocate, allocate_mtp
 
-WeightsT = TypeVar("WeightsT", VerifierWeights, MtpWeights)
 _ROWS = "q_proj k_proj v_proj f_proj g_proj b_proj q_conv1d k_conv1d v_conv1d A_log dt_bias "
 _ROWS += "q_b_proj kv_b_proj gate_proj up_proj lm_head"
 SPLIT_DIM = dict.fromkeys(_ROWS.split(), 0) | dict.fromkeys(("o_proj", "dense", "down_proj"), 1)
@@ -35,12 +24,14 @@ def load_weights(
     """Read a rank's slices, one checkpoint tensor after the other, from a Hugging Face folder.
     Raises: ConfigError and CheckpointError as the folder deserves, before anything is allocated.
     """
-    return _load(folder, shard, lambda config, fill: allocate(config, shard, dtype, device, fill))
+    config, checkpoint = open_ling(folder)
+    return allocate(config, shard, dtype, device, partial(_read, checkpoint, shard))
 
 
 def load_mtp(folder: Path | str, shard: Shard, dtype: Dtypes, device: torch.device | str = "cpu") -> MtpWeights:
     """``load_weights`` for the prediction layer. Raises: ConfigError also when the target has none."""
-    return _load(folder, shard, lambda config, fill: allocate_mtp(config, shard, dtype, device, fill))
+    config, checkpoint = open_ling(folder)
+    return allocate_mtp(config, shard, dtype, device, partial(_read, checkpoint, shard))
 
 
 def random_weights(
@@ -99,20 +90,11 @@ def _quieten(layers: tuple[LayerWeights, ...], shard: Shard) -> float:
     return ends
 
 
-def _load(folder: Path | str, shard: Shard, make: Callable[[TargetConfig, Fill], WeightsT]) -> WeightsT:
-    config, checkpoint = load_target_config(folder), Checkpoint(folder)
-    checkpoint.check(tensor_shapes(config))
-
-    def read(tensor: torch.Tensor, names: Iterable[str]) -> None:
-        flat, begin = tensor.view(-1), 0
-        for name in names:
-            dim = SPLIT_DIM.get(name.removesuffix(".weight").rpartition(".")[2])
-            if dim is None or shard.world_size == 1:
-                part = checkpoint.get(name)
-            else:
-                part = checkpoint.get_slice(name, dim, shard.rank, shard.world_size)
-            flat[begin : begin + part.numel()].copy_(part.flatten())
-            begin += part.numel()
-        assert begin == len(flat)
-
-    return make(config, read)
+def _read(checkpoint: Checkpoint, shard: Shard, tensor: torch.Tensor, names: Iterable[str]) -> None:
+    flat, begin = tensor.view(-1), 0
+    for name in names:
+        dim = None if shard.world_size == 1 else SPLIT_DIM.get(name.removesuffix(".weight").rpartition(".")[2])
+        part = checkpoint.get(name) if dim is None else checkpoint.get_slice(name, dim, *shard)
+        flat[begin : begin + part.numel()].copy_(part.flatten())
+        begin += part.numel()
+    assert begin == len(flat)

@@ -230,15 +230,14 @@ def _linear(make: _Maker, layers: Sequence[int]) -> LinearWeights:
     config, num_layers, width = make.config, len(layers), make.config.hidden_size
     heads, head_width = make.shard.part(config.num_attention_heads), config.head_dim
     rows, wide = heads * head_width, torch.promote_types(make.precision.working, torch.float32)
+    taps = config.short_conv_kernel_size
 
     def of(*names: str) -> Iterator[str]:
         return (f"model.layers.{layer}.attention.{name}" for layer in layers for name in names)
 
     return LinearWeights(
         in_LCD=make(of(*(f"{name}_proj.weight" for name in "qkvfgb")), num_layers, 5 * rows + heads, width),
-        conv_LCJ=make(
-            of(*(f"{name}_conv1d.weight" for name in "qkv")), num_layers, 3 * rows, config.short_conv_kernel_size
-        ),
+        conv_LCJ=make(of(*(f"{name}_conv1d.weight" for name in "qkv")), num_layers, 3 * rows, taps),
         a_log_LH=make(of("A_log"), num_layers, heads, dtype=wide),
         dt_bias_LHE=make(of("dt_bias"), num_layers, heads, head_width, dtype=wide),
         norm_LF=make(of("o_norm.weight"), num_layers, head_width),
@@ -264,30 +263,19 @@ def _latent(make: _Maker, prefix: str) -> LatentWeights:
 
 def _layer(make: _Maker, layer: int) -> LayerWeights:
     config, width, prefix = make.config, make.config.hidden_size, f"model.layers.{layer}."
-    is_moe, gate = config.is_moe(layer), f"{prefix}mlp.gate."
-    inner = make.shard.part(config.moe_intermediate_size if is_moe else config.intermediate_size)
-    experts = [f"{prefix}mlp."]  # a dense MLP is one expert without a limit
-    if is_moe:
-        experts = [f"{prefix}mlp.experts.{expert}." for expert in range(config.num_experts)]
-        experts.append(f"{prefix}mlp.shared_experts.")
-    limits_X = torch.full((len(experts),), inf, device=make.device)
-    if is_moe:
-        limits_X[:-1], limits_X[-1] = config.routed_limit(layer) or inf, config.shared_limit(layer) or inf
-    return LayerWeights(
-        input_norm_D=make([f"{prefix}input_layernorm.weight"], width),
-        latent=_latent(make, f"{prefix}attention.") if config.is_latent(layer) else None,
-        post_norm_D=make([f"{prefix}post_attention_layernorm.weight"], width),
-        router=RouterWeights(
-            gate_XD=make([f"{gate}weight"], config.num_experts, width, dtype=make.precision.of("router")),
-            bias_X=make([f"{gate}expert_bias"], config.num_experts, dtype=torch.float32),
-        )
-        if is_moe
-        else None,
-        experts=ExpertWeights(
-            gate_up_XCD=make(
-                (f"{e}{half}_proj.weight" for e in experts for half in ("gate", "up")), len(experts), 2 * inner, width
-            ),
-            down_XDI=make((f"{e}down_proj.weight" for e in experts), len(experts), width, inner),
-            limits_X=limits_X,
-        ),
-    )
+    input_norm_D = make([f"{prefix}input_layernorm.weight"], width)
+    latent = _latent(make, f"{prefix}attention.") if config.is_latent(layer) else None
+    post_norm_D = make([f"{prefix}post_attention_layernorm.weight"], width)
+    mlp, router, inner = f"{prefix}mlp.", None, make.shard.part(config.intermediate_size)
+    experts, limits = [mlp], [inf]  # a dense MLP is one expert without a limit
+    if config.is_moe(layer):
+        num_experts, inner = config.num_experts, make.shard.part(config.moe_intermediate_size)
+        gate_XD = make([f"{mlp}gate.weight"], num_experts, width, dtype=make.precision.of("router"))
+        router = RouterWeights(gate_XD, make([f"{mlp}gate.expert_bias"], num_experts, dtype=torch.float32))
+        experts = [*(f"{mlp}experts.{expert}." for expert in range(num_experts)), f"{mlp}shared_experts."]
+        limits = [config.routed_limit(layer) or inf] * num_experts + [config.shared_limit(layer) or inf]
+    halves = (f"{expert}{half}_proj.weight" for expert in experts for half in ("gate", "up"))
+    gate_up_XCD = make(halves, len(experts), 2 * inner, width)
+    down_XDI = make((f"{expert}down_proj.weight" for expert in experts), len(experts), width, inner)
+    limits_X = torch.tensor(limits, device=make.device)
+    return LayerWeights(input_norm_D, latent, post_norm_D, router, ExpertWeights(gate_up_XCD, down_XDI, limits_X))

@@ -136,22 +136,19 @@ def test_greedy_does_not_look_at_truncation() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"top_k": -1}, "top_k must be at least 0, got -1"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": 1.01}, "top_p must be above 0 and at most 1, got 1.01"),
-        ({"top_p": float("nan")}, "top_p must be above 0 and at most 1, got nan"),
+        ({"temperature": -0.1}, "temperature\n.* greater than or equal to 0"),
+        ({"temperature": float("nan")}, "temperature\n"),
+        ({"max_new_tokens": 0}, "max_new_tokens\n.* greater than or equal to 1"),
+        ({"top_k": -1}, "top_k\n.* greater than or equal to 0"),
+        ({"top_p": 0.0}, "top_p\n.* greater than 0"),
+        ({"top_p": 1.01}, "top_p\n.* less than or equal to 1"),
+        ({"top_p": float("nan")}, "top_p\n"),
     ],
     ids=str,
 )
-def test_a_truncation_that_means_nothing_is_refused(changes: dict[str, float], complaint: str) -> None:
+def test_a_sampling_that_means_nothing_is_refused(changes: dict[str, float], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         replace(Sampling(1.0, 4), **changes)
-
-
-@pytest.mark.parametrize(("temperature", "max_new_tokens"), [(-0.1, 4), (float("nan"), 4), (1.0, 0)])
-def test_a_sampling_that_means_nothing_is_refused(temperature: float, max_new_tokens: int) -> None:
-    with pytest.raises(ValueError, match="must be at least"):
-        Sampling(temperature, max_new_tokens)
 
 
 def test_rows_of_a_run_have_reproducible_and_different_random_numbers() -> None:

@@ -46,5 +46,5 @@ def test_plain_and_absorbed_forms_give_the_golden_block(ling_golden: dict, name:
     for first in range(1, 4):
         cache = LingCache([first], [], [rows_BTC[:, :first]])
         view = cache.view(4 - first)
-        close(block.stage(x_ND[first:], (cos[first:], sin[first:]), view, cache.rows(0)), case["y"][first:])
-        close(cache.rows(0)[0, :4], rows_BTC[0])
+        close(block.stage(x_ND[first:], (cos[first:], sin[first:]), view, cache.rows_MBJC[0]), case["y"][first:])
+        close(cache.rows_MBJC[0][0, :4], rows_BTC[0])

@@ -57,7 +57,7 @@ def test_prompt_gives_the_golden_logits_residuals_router_ids_and_memory(ling_gol
             dtype,
         )
     golden = mini["state_after_prompt"]["1"]
-    close(cache.rows(0)[0], [lat + kr for lat, kr in zip(golden["lat"], golden["kr"], strict=True)], dtype)
+    close(cache.rows_MBJC[0][0], [lat + kr for lat, kr in zip(golden["lat"], golden["kr"], strict=True)], dtype)
 
 
 def test_decoding_gives_the_golden_logits(ling_golden: dict, dtype: torch.dtype) -> None:

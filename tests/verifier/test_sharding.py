@@ -127,7 +127,7 @@ def test_partial_sums_of_the_ranks_add_up_to_the_whole_models_layer_by_layer(
     folder: Path, kernel_device: torch.device
 ) -> None:
     def run(verifier: Verifier, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        chain = Chain(call, verifier.config, verifier.buffers, False)
+        chain = Chain(call, call, verifier.config, verifier.buffers)
         found, num_linear = [], 0
         for index, layer in enumerate(verifier.weights.layers):
             if layer.latent is None:

@@ -116,7 +116,7 @@ class BlockDrafter:
         verifier, weights, config = self.verifier, self.weights, self.weights.config
         counters, eps, length_1 = verifier.buffers.counters, config.rms_norm_eps, verifier.buffers.length_1
         add_norm = verifier.ranks.add_norm
-        chain = Chain(run, verifier.config, verifier.buffers, verifier.is_chained)
+        chain = Chain(run, run, verifier.config, verifier.buffers)
         dense, num_heads = verifier.dense[config.block_size], weights.shard.part(config.num_attention_heads)
         norms = [*(layer.input_norm_D for layer in weights.layers), weights.norm_D]
         table_VD = verifier.weights.embedding_VD

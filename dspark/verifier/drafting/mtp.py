@@ -99,7 +99,7 @@ class MtpDrafter:
         plain, run = named(kind, call), named(kind, call, is_chained=verifier.is_chained)
         assert layer.latent is not None
         buffers = verifier.buffers._replace(rows_MJC=self.rows_1JC, length_1=length_1)
-        chain = Chain(plain, verifier.config, buffers, verifier.is_chained)
+        chain = Chain(plain, run, verifier.config, buffers)
         add_norm, eps, width = verifier.ranks.add_norm, verifier.config.rms_norm_eps, verifier.hidden_size
         table_VD, zeros_TD = verifier.weights.embedding_VD, self._zeros_TD[: len(ids_T)]
         _, embedded_TD = run("embedding", residual.embed_norm, ids_T, table_VD, weights.enorm_D, eps)

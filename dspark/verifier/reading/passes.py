@@ -16,7 +16,7 @@ from dspark.kernels.chunks import Chunks, lay_out
 from dspark.kernels.rotary import rotary_angles, rotate_interleaved_pairs
 from dspark.kernels.transfer import onto
 from dspark.target.config import TargetConfig
-from dspark.target.loading import check_ids, check_taps
+from dspark.target.loading import check_ids
 from dspark.types import TargetOutput
 from dspark.verifier.buffers import Buffers
 from dspark.verifier.plan import PIECE_TOKENS, free_bytes, reading_bytes
@@ -47,15 +47,11 @@ def read_packed(
     latent rows and length are brought on. They differ from those of reading it window by window, and a row from that of
     another packing, by roundings only. ``ranks`` add their partial sums; a rank alone adds its own only.
     Raises: ConfigError when the memory for the intermediates is missing or ids are none of the target's; ValueError for
-    an empty sequence, several sequences with buffers, or a start that those have no room for.
+    an empty sequence.
     """
     config, device, lengths = weights.config, weights.device, [len(ids_T) for ids_T in ids]
-    if buffers is not None and len(lengths) != 1:
-        raise ValueError(f"the buffers hold one sequence: found {len(lengths)}")
-    room = 0 if buffers is None else buffers.capacity_tokens - sum(lengths)
-    if (buffers is not None or start) and not 0 <= start <= room:
-        raise ValueError(f"start: found {start}, expected 0 to {room}: what the buffers hold before {lengths[0]} more")
-    check_taps(target_layer_ids, config.num_hidden_layers)
+    is_held = start == 0 if buffers is None else len(ids) == 1 and start + lengths[0] <= buffers.capacity_tokens
+    assert is_held, "buffers hold one sequence: what was read of it and what comes now"
     check_ids(torch.cat([ids_T.flatten() for ids_T in ids] or [torch.zeros(0, dtype=torch.int64)]), config.vocab_size)
     _check_memory(weights, sum(lengths), len(target_layer_ids), start)
     rows = _lay_out(config, lengths, start, weights.dtype, device)

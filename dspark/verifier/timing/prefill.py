@@ -7,7 +7,7 @@ import torch
 from dspark.verifier.engine import Verifier
 from dspark.verifier.reading import read_packed
 from dspark.verifier.timing.clock import Clock
-from dspark.verifier.weights import VerifierWeights
+from dspark.verifier.weights import VerifierWeights, tensors_of
 
 SIDE = 8192
 """Rows and columns of the matrix product."""
@@ -17,14 +17,8 @@ def product_flops(weights: VerifierWeights) -> int:
     """FLOP a token of this rank's products with weights: without attention itself, the delta rule and the head."""
     tensors = [] if weights.linear is None else [weights.linear.in_LCD, weights.linear.out_LDC]
     for layer in weights.layers:
-        if layer.latent is not None:
-            latent = layer.latent
-            tensors += [latent.in_CD, latent.keys_HEC, latent.values_HFC, latent.out_DC]
-            tensors += [] if latent.q_b_CQ is None else [latent.q_b_CQ]
-        num_experts = 1
-        if layer.router is not None:
-            tensors.append(layer.router.gate_XD)
-            num_experts += weights.config.num_experts_per_tok
+        tensors += [tensor for tensor in tensors_of((layer.latent, layer.router)) if tensor.dim() > 1]
+        num_experts = 1 if layer.router is None else 1 + weights.config.num_experts_per_tok
         tensors += [layer.experts.gate_up_XCD[0], layer.experts.down_XDI[0]] * num_experts
     return 2 * sum(tensor.numel() for tensor in tensors)
 

@@ -51,25 +51,22 @@ def call_bytes(call: Call, context_tokens: int) -> int:
     Activations are counted as inputs. ``context_tokens`` rows of the latent cache are read; a commit also writes its
     states. Reads the number of active experts from the device.
     """
-    args = call.args
-    if call.func in (moe.up, moe.down):
-        inputs, weights_XCD, dispatch = args[:3]
-        return int(inputs.nbytes + weights_XCD[0].nbytes * int(dispatch.num_active_1))
-    if call.func is mla.attend:
-        q_THC, rows_JC = args[:2]
-        return int(q_THC.nbytes + rows_JC[0].nbytes * (context_tokens + len(q_THC)))
-    if call.func is mla.absorb:
-        return int(args[0].nbytes + args[3].nbytes)
-    if call.func is residual.embed_norm:
-        ids_T, embedding_VD = args[:2]
-        return int(embedding_VD[0].nbytes * len(ids_T))
-    if call.func is block_attention.attend:
-        q_THE, keys_HJE = args[:2]
-        return int(q_THE.nbytes + 2 * keys_HJE[:, 0].nbytes * (context_tokens + len(q_THE)))
-    if call.func is block_attention.write:
-        return int(2 * args[0].nbytes)
-    if call.func is markov.step:
-        base_V, _, _, w2_VR = args[:4]
-        return int(base_V.nbytes + w2_VR.nbytes)
-    written = args[3].nbytes if call.func is kda.commit else 0
-    return sum(tensor.nbytes for tensor in tensors_of(args) if tensor.dtype != torch.int32) + written
+    whole = sum(tensor.nbytes for tensor in tensors_of(call.args) if tensor.dtype != torch.int32)
+    match call.func, *call.args:
+        case (moe.up | moe.down, inputs, weights_XCD, dispatch, *_):
+            return int(inputs.nbytes + weights_XCD[0].nbytes * int(dispatch.num_active_1))
+        case (mla.attend, q_THC, rows_JC, *_):
+            return int(q_THC.nbytes + rows_JC[0].nbytes * (context_tokens + len(q_THC)))
+        case (mla.absorb, projected_TC, _, _, keys_HEC, *_):
+            return int(projected_TC.nbytes + keys_HEC.nbytes)
+        case (residual.embed_norm, ids_T, embedding_VD, *_):
+            return int(embedding_VD[0].nbytes * len(ids_T))
+        case (block_attention.attend, q_THE, keys_HJE, *_):
+            return int(q_THE.nbytes + 2 * keys_HJE[:, 0].nbytes * (context_tokens + len(q_THE)))
+        case (block_attention.write, rows_TC, *_):
+            return int(2 * rows_TC.nbytes)
+        case (markov.step, base_V, _, _, w2_VR, *_):
+            return int(base_V.nbytes + w2_VR.nbytes)
+        case (kda.commit, _, _, _, state_LHEF, *_):
+            return int(whole + state_LHEF.nbytes)
+    return whole

@@ -53,6 +53,10 @@ def test_stages_count_every_layer_and_the_bytes_of_their_weights(verifier: Verif
     width = config.kv_lora_rank + config.qk_rope_head_dim
     attend = stages["MLA attention"][0]
     assert call_bytes(attend, 100) == attend.args[0].nbytes + 104 * width * 4
+    absorb = stages["MLA absorb"][0]
+    assert call_bytes(absorb, 100) == absorb.args[0].nbytes + weights.layers[-1].latent.keys_HEC.nbytes
+    embed = stages["Embedding and norm"][0]
+    assert call_bytes(embed, 100) == x_bytes
     assert call_bytes(stages["KDA commit"][0], 100) > 2 * verifier.buffers.state_LHEF.nbytes
 
 
