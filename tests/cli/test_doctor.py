@@ -1,6 +1,5 @@
 """dspark doctor: a healthy target, record and draft pass, and every check is turned red by a fault of its own kind."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -397,7 +396,7 @@ def test_ids_of_the_real_tokenizer_are_asked_of_a_target_with_its_vocabulary(
     assert WORDS["golden"]["text"] == case["text"]
     subject = fresh(healthy)
     tokenizer = PieceTokenizer(subject.chat.tokenizer, golden)
-    subject.facts = dataclasses.replace(subject.facts, vocab_size=157184)
+    subject.facts = subject.facts._replace(vocab_size=157184)
     subject.chat = ChatFormat(tokenizer, (156895,))  # type: ignore[arg-type]
     assert look(of_target.template, subject).is_right
     tokenizer.ids["HUMAN"] = [5468]

@@ -70,7 +70,7 @@ def swiglu_limits(subject: Subject) -> Finding:
     x_1D = torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(0)).to(model.head_VD) * LARGE
     for index, mlp in _mixtures(model).items():
         if any(limits := (model.config.routed_limit(index), model.config.shared_limit(index))):
-            pairs[index] = mlp(x_1D)[0][0], _mixture(mlp, x_1D[0], limits)
+            pairs[index] = mlp(x_1D)[0], _mixture(mlp, x_1D[0], limits)
     if not pairs:
         raise NotApplicable("config.json limits no layer")
     found, expected = map(torch.stack, zip(*pairs.values(), strict=True))
