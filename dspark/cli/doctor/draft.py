@@ -13,11 +13,9 @@ from dspark.cli.identity import fields_of, fingerprints
 from dspark.data.chat import Encoded
 from dspark.decode.generation import DraftSpeaker
 from dspark.decode.sampling import Sampling
-from dspark.decode.teacher_forced import estimate, round_starts
 from dspark.draft.anchors import slot_positions
 from dspark.draft.proposal import ContextCache, extend, propose
-from dspark.eval.measure import decode_prompts
-from dspark.eval.statistics import decoding_gap
+from dspark.eval.measure import decode_prompts, expect, summarise
 from dspark.eval.tasks import load_prompts
 from dspark.export import draft_parameter_count, read_draft, write_draft
 from dspark.files import differences
@@ -132,11 +130,9 @@ def parity(subject: Subject) -> Finding:
     pair = subject.tapping(subject.draft.config.target_layer_ids), subject.draft
     prompts, greedy = prompts_of(subject), Sampling(0.0, GREEDY_TOKENS, subject.facts.stop_token_ids)
     texts = decode_prompts(DraftSpeaker(*pair), prompts, greedy, 0)
-    both = zip(prompts, texts, strict=True)
-    forced = [estimate(*pair, ids_T, text.ids_T, greedy, round_starts(text.rounds)) for ids_T, text in both]
-    if not any(each.anchors for each in forced):
+    gap = expect(summarise("parity", 0.0, texts), pair, prompts, texts, greedy).decoding_gap
+    if gap is None:
         raise NotApplicable("every text ended within its first block")
-    gap = decoding_gap(forced, [text.rounds for text in texts])
     told = f"{gap.num_rounds} rounds: decoded {gap.decoded:.2f} tokens each, teacher forcing expects {gap.forced:.2f}"
     return Finding(abs(gap.difference) <= PARITY[subject.dtype] * gap.decoded, told)
 
