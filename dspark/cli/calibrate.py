@@ -55,7 +55,7 @@ def calibrate(
     eces = {"ece_before": [c.ece for c in before[:-1]], "ece_after": [c.ece for c in after[:-1]]}
     facts = {"temperatures": temperatures, "dataset": dataset, "num_samples": len(fit_rounds)}
     out.parent.mkdir(parents=True, exist_ok=True)
-    sts.write_temperatures(sts.Temperatures.model_validate(facts | eces), out)
+    write_whole(out, sts.Temperatures.model_validate(facts | eces).model_dump_json(indent=2) + "\n")
     columns: dict[str, Sequence[float | None]] = {"slot": [*range(len(temperatures)), None]}
     columns |= {"temperature": [*temperatures, None], "accepted": [c.acceptance for c in before]}
     for name, field in (("mean", "mean_confidence"), ("ECE", "ece"), ("AUROC", "auroc")):

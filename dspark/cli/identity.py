@@ -21,12 +21,19 @@ def describe_origin(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizer
     """The fields that a ResponsesHeader and a record's Manifest share. Raises: CheckpointError and ConfigError."""
     return {
         "target": run.target.path,
-        "target_fingerprint": target_fingerprint(folder),
-        "tokenizer_fingerprint": tokenizer_fingerprint(folder),
-        "template_fingerprint": template_fingerprint(tokenizer) if tokenizer.chat_template else None,
+        **fingerprints(folder, tokenizer),
         "thinking": run.data.thinking,
         "dtype": run.target.dtype,
         "versions": {"commit": commit()} | versions(),
+    }
+
+
+def fingerprints(folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:
+    """What identifies a target, its tokens and its template, where it has one."""
+    return {
+        "target_fingerprint": target_fingerprint(folder),
+        "tokenizer_fingerprint": tokenizer_fingerprint(folder),
+        "template_fingerprint": template_fingerprint(tokenizer) if tokenizer.chat_template else None,
     }
 
 
@@ -57,7 +64,6 @@ class Pair(NamedTuple):
     folder: Path
     place: Path
     facts: TargetFacts
-    fingerprint: str
     draft: DraftConfig
     tokenizer: PreTrainedTokenizerFast
 
@@ -68,16 +74,11 @@ class Pair(NamedTuple):
 
     def describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a report says about the target and about the draft."""
-        template = template_fingerprint(self.tokenizer) if self.tokenizer.chat_template else None
-        words = {"tokenizer_fingerprint": tokenizer_fingerprint(self.folder), "template_fingerprint": template}
-        of_draft = {
-            "name": str(self.place),
-            "fingerprint": draft_fingerprint(self.place),
-            "sample_from_anchor": self.draft.sample_from_anchor,
-        }
-        of_draft |= {"block_size": self.draft.block_size, "verify_rows": self.draft.block_size + 1}
-        of_draft |= {"target_layer_ids": self.draft.target_layer_ids}
-        return {"name": self.name, "fingerprint": self.fingerprint} | words, of_draft
+        its = fingerprints(self.folder, self.tokenizer)
+        of_draft: dict[str, Any] = {"name": str(self.place), "fingerprint": draft_fingerprint(self.place)}
+        of_draft |= self.draft.model_dump(include={"sample_from_anchor", "block_size", "target_layer_ids"})
+        of_draft |= {"verify_rows": self.draft.block_size + 1}
+        return {"name": self.name, "fingerprint": its.pop("target_fingerprint")} | its, of_draft
 
 
 def find_pair(target: str, place: Path | None) -> Pair:
@@ -87,12 +88,12 @@ def find_pair(target: str, place: Path | None) -> Pair:
     folder = locate_target(target)
     if place is None:
         raise ConfigError("--draft: missing; give the folder of an exported draft, or a run with --config")
-    facts, fingerprint = target_facts(folder), target_fingerprint(folder)
-    draft = check_pair(place, facts, fingerprint)
-    return Pair(target, folder, place, facts, fingerprint, draft, load_tokenizer(folder))
+    draft = check_pair(place, folder)
+    return Pair(target, folder, place, target_facts(folder), draft, load_tokenizer(folder))
 
 
-def check_pair(place: Path, facts: TargetFacts, fingerprint: str) -> DraftConfig:
-    """``check_target`` with what is known of the target."""
+def check_pair(place: Path, target: str | Path) -> DraftConfig:
+    """``check_target`` with what the target's files say."""
+    facts = target_facts(target)
     sizes = {"vocab_size": facts.vocab_size, "hidden_size": facts.hidden_size, "num_layers": facts.num_layers}
-    return check_target(place, **sizes, fingerprint=fingerprint)
+    return check_target(place, **sizes, fingerprint=target_fingerprint(target))

@@ -1,16 +1,17 @@
-"""Whether an answer ends in a loop."""
+"""Whether a text ends in a loop."""
 
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 COPIES, LEAST_TOKENS = 3, 96
 
 
-def ends_in_loop(ids: Sequence[int]) -> bool:
-    """Whether ids end in at least three exact copies of one run, over at least 96 tokens: a token 96 times, a phrase of
-    8 tokens 12 times, a paragraph three times.
+def ends_in_loop(
+    ids: Sequence[int], copies: int = COPIES, least_tokens: int = LEAST_TOKENS, longest_run: int | None = None
+) -> bool:
+    """Whether ids end in at least ``copies`` exact copies of one run, of ``longest_run`` tokens at most, over at least
+    ``least_tokens``: a token 96 times, a phrase of 8 tokens 12 times, a paragraph three times.
 
     Lists, tables and code repeat with differences, or for a few lines; what is counted here is exact, at the very end,
     and so long that the target has nothing else to say. A run of any length counts, since a paragraph may be repeated.
@@ -18,9 +19,8 @@ def ends_in_loop(ids: Sequence[int]) -> bool:
     """
     ids_N = np.array(ids)
     periods = len(ids_N) - 1 - np.flatnonzero(ids_N[:-1] == ids_N[-1:])
-    return any(_is_loop(ids_N, period) for period in reversed(periods.tolist()))
-
-
-def _is_loop(ids_N: NDArray[np.int64], period: int) -> bool:
-    length = max(COPIES * period, LEAST_TOKENS)
-    return length <= len(ids_N) and np.array_equal(ids_N[period - length :], ids_N[-length:-period])
+    for period in periods[periods <= (longest_run or len(ids_N))].tolist():
+        length = max(copies * period, least_tokens)
+        if length <= len(ids_N) and np.array_equal(ids_N[period - length :], ids_N[-length:-period]):
+            return True
+    return False

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.config import EvalSection
+from dspark.data.loops import ends_in_loop
 from dspark.decode.round import Round
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.decode.speaking import Speaker, Stopwatch
@@ -19,9 +21,8 @@ from dspark.eval.confidence import ConfidenceStatistics, confidence_statistics
 from dspark.eval.timing import DecodedText, Speedup, Timing, speedup, timing_statistics
 from dspark.types import Target
 
-LONGEST_PERIOD_TOKENS = 64
-SHORTEST_LOOP_TOKENS = 48
-FEWEST_REPEATS = 4
+is_looping = partial(ends_in_loop, copies=4, least_tokens=48, longest_run=64)
+"""Whether a text ends in a loop. A text that left its loop, if only to stop, is not degenerate as a whole."""
 TIE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15}
 """By the target's dtype: logits closer than this change places by rounding, when they are summed in another order."""
 
@@ -260,14 +261,3 @@ def _departure(
         wrong = [min(end, len(ids_T) - 1)]
     place = next(iter(wrong or off), None)
     return None if place is None else (place, gaps[place], not wrong)
-
-
-def is_looping(ids: Sequence[int]) -> bool:
-    """Whether a text ends in a loop: one run of at most 64 tokens, at least 4 times in a row, over at least 48 tokens.
-    The rule looks at the end only: a text that left its loop, if only to stop, is not degenerate as a whole.
-    """
-    for period in range(1, min(LONGEST_PERIOD_TOKENS, len(ids) // FEWEST_REPEATS) + 1):
-        needed = max(SHORTEST_LOOP_TOKENS, FEWEST_REPEATS * period) - period
-        if len(ids) >= needed + period and ids[-needed:] == ids[-needed - period : -period]:
-            return True
-    return False

@@ -9,20 +9,19 @@ from torch import Tensor
 
 from dspark.cli.doctor.subject import Finding, NotApplicable, Subject, close
 from dspark.cli.doctor.target import supervised
-from dspark.cli.identity import fields_of
+from dspark.cli.identity import fields_of, fingerprints
 from dspark.data.chat import Encoded
 from dspark.decode.generation import DraftSpeaker
 from dspark.decode.sampling import Sampling
-from dspark.decode.teacher_forced import estimate, round_starts
 from dspark.draft.anchors import slot_positions
 from dspark.draft.proposal import ContextCache, extend, propose
-from dspark.eval.measure import decode_prompts
-from dspark.eval.statistics import decoding_gap
+from dspark.eval.measure import decode_prompts, expect, summarise
 from dspark.eval.tasks import load_prompts
 from dspark.export.draft_folder import draft_parameter_count, read_draft, write_draft
+from dspark.files import differences
 from dspark.record.checking import check_shards
 from dspark.target.loading import target_fingerprint
-from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
+from dspark.target.tokenizer import load_tokenizer
 
 NUM_SEQUENCES, SHOWN_LETTERS = 200, 300
 """Sequences whose masks are looked at, evenly spread; and how much of the first one's is shown."""
@@ -35,14 +34,10 @@ length teacher forcing may be off: where logits nearly tie, as they often do in 
 
 def record_origin(subject: Subject) -> Finding:
     """The record is whole, and of this target, its tokenizer and its template."""
-    folder, manifest = subject.folder, subject.record.manifest
-    template = template_fingerprint(load_tokenizer(folder)) if subject.chat.tokenizer.chat_template else None
-    here = {"target": target_fingerprint(folder), "tokenizer": tokenizer_fingerprint(folder), "template": template}
-    there = {name: getattr(manifest, f"{name}_fingerprint") for name in here}
-    wrong = [f"its {name} is {there[name]}, not {here[name]}" for name in here if there[name] != here[name]]
-    return Finding(
-        not wrong, "; ".join(wrong) or f"{len(subject.record)} sequences of {manifest.total.num_tokens:,} tokens"
-    )
+    manifest, folder = subject.record.manifest, subject.checkpoint.folder
+    wrong = differences(manifest.model_dump(), fingerprints(folder, load_tokenizer(folder)))
+    told = f"{manifest.total.num_sequences} sequences of {manifest.total.num_tokens:,} tokens"
+    return Finding(not wrong, f"made with {wrong}" if wrong else told)
 
 
 def loss_mask(subject: Subject) -> Finding:
@@ -135,11 +130,9 @@ def parity(subject: Subject) -> Finding:
     pair = subject.tapping(subject.draft.config.target_layer_ids), subject.draft
     prompts, greedy = prompts_of(subject), Sampling(0.0, GREEDY_TOKENS, subject.facts.stop_token_ids)
     texts = decode_prompts(DraftSpeaker(*pair), prompts, greedy, 0)
-    both = zip(prompts, texts, strict=True)
-    forced = [estimate(*pair, ids_T, text.ids_T, greedy, round_starts(text.rounds)) for ids_T, text in both]
-    if not any(each.anchors for each in forced):
+    gap = expect(summarise("parity", 0.0, texts), pair, prompts, texts, greedy).decoding_gap
+    if gap is None:
         raise NotApplicable("every text ended within its first block")
-    gap = decoding_gap(forced, [text.rounds for text in texts])
     told = f"{gap.num_rounds} rounds: decoded {gap.decoded:.2f} tokens each, teacher forcing expects {gap.forced:.2f}"
     return Finding(abs(gap.difference) <= PARITY[subject.dtype] * gap.decoded, told)
 

@@ -26,7 +26,7 @@ from dspark.record.format import read_manifest
 from dspark.record.reader import RecordReader
 from dspark.record.writer import check_room
 from dspark.target.config import LING_ARCHITECTURE
-from dspark.target.loading import TargetFacts, load_target, target_facts, target_fingerprint
+from dspark.target.loading import TargetFacts, load_target, target_facts
 from dspark.target.tokenizer import load_tokenizer
 from dspark.types import Target
 from dspark.verifier.plan import check_device, free_bytes
@@ -106,7 +106,7 @@ class Subject:
         if self.draft_folder is None:
             raise NotApplicable("no --draft was given")
         tables = (self.target.embedding_VD, self.target.head_VD)
-        check_pair(self.draft_folder, self.facts, target_fingerprint(self.folder))
+        check_pair(self.draft_folder, self.folder)
         return read_draft(self.draft_folder, tables, dtype=self.dtype, device=self.device)
 
 

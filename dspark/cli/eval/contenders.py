@@ -106,7 +106,7 @@ class Models:
         return draft.eval()
 
     def _from_folder(self, folder: Path) -> Speaker:
-        config, like = check_pair(folder, self.pair.facts, self.pair.fingerprint), self.draft.fc.weight
+        config, like = check_pair(folder, self.pair.folder), self.draft.fc.weight
         tables = (self.target.embedding_VD, self.target.head_VD)
         draft = read_draft(folder, tables, dtype=like.dtype, device=str(like.device))
         return self._drafted(tapped(self.target, config.target_layer_ids), draft)

@@ -57,8 +57,7 @@ def choose_engine(name: str | None, target: str, plan: EvalSection, device: str,
     Raises: ConfigError for what the verifier cannot do.
     """
     is_ling = target_facts(locate_target(target)).architecture == LING_ARCHITECTURE
-    default = VERIFIER if tp > 1 or (device.startswith("cuda") and is_ling) else REFERENCE
-    engine = name or default
+    engine = name or (VERIFIER if tp > 1 or (device.startswith("cuda") and is_ling) else REFERENCE)
     if engine not in {REFERENCE, VERIFIER}:
         raise ConfigError(f"--engine: expected {VERIFIER} or {REFERENCE}, got {engine!r}")
     if engine == REFERENCE and tp > 1:

@@ -1,23 +1,21 @@
 """dspark export: a draft as the folder that a runtime loads."""
 
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from dspark.cli.export.card import CHAIN, evaluation_of, render_card
+from dspark.cli.export.card import describe_draft, evaluation_of, render_card
 from dspark.cli.identity import check_pair, fields_of
 from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
 from dspark.eval.calibration.temperatures import read_temperatures
-from dspark.export.draft_config import Runtime
+from dspark.export.draft_config import FolderFields, Runtime
 from dspark.export.draft_folder import draft_parameter_count, has_tables, read_draft, read_provenance, write_draft
 from dspark.files import read_json
-from dspark.provenance import describe_launch
-from dspark.target.loading import REPOSITORIES, load_tables, target_facts, target_fingerprint
+from dspark.target.loading import load_tables, target_facts
 from dspark.train.checkpoint import checkpoints, finished_draft, load_checkpoint
 from dspark.train.optimizer import build_optimizer
 from dspark.train.run_folder import RUN, last_launch
@@ -31,9 +29,9 @@ def export(
     target: Annotated[str | None, typer.Option(help="Its target: a name or a folder. A run knows its own.")] = None,
     runtime: Annotated[Runtime, typer.Option(help="Who is to load it; only config and names differ.")] = "hf",
     evaluation: Annotated[
-        Path | None, typer.Option(help="Of --draft, by dspark eval --out: its table goes into the model card.")
+        Path | None, typer.Option(help="Of --draft, by dspark eval --out, for the model card.")
     ] = None,
-    temperatures: Annotated[Path | None, typer.Option(help="JSON that SGLang reads, laid beside the weights.")] = None,
+    temperatures: Annotated[Path | None, typer.Option(help="Of dspark calibrate, for SGLang: laid beside it.")] = None,
 ) -> None:
     """Write a draft as the folder that a runtime loads, with a model card.
 
@@ -52,28 +50,29 @@ def export(
             raise ConfigError("--target: missing; name the target that the draft was trained for")
         if step is not None:
             raise ConfigError("--step: is of a run; leave it out with --draft")
-        check_pair(draft, target_facts(target), target_fingerprint(target))
+        check_pair(draft, target)
         model, place, name = read_draft(draft, load_tables(target)), draft, target
         num_anchors, known = num_anchors_of(draft), read_provenance(draft)
     facts = target_facts(name)
-    made = {key: known[key] for key in CHAIN if key in known} | describe_launch(sys.argv)
-    made |= {
-        "exported_from": str(place),
-        "target": REPOSITORIES.get(name, name),
-        "target_fingerprint": target_fingerprint(name),
-    }
+    made = describe_draft(known, name, exported_from=str(place))
     report = evaluation_of(evaluation, draft, made["target_fingerprint"]) if evaluation else None
-    if temperatures and not model.config.enable_confidence_head:
-        raise ConfigError(f"--temperatures {temperatures}: the draft has no confidence head")
-    beside = (
-        {"temperatures.json": read_temperatures(temperatures, model.config.block_size).model_dump_json(indent=2)}
-        if temperatures
-        else {}
-    )
-    beside["README.md"] = render_card(model.config, runtime, facts.architecture, made, report, bool(temperatures))
-    write_draft(model, out, fields_of(facts, num_anchors), runtime=runtime, provenance=made, beside=beside)
-    count = draft_parameter_count(model.config, has_tables(model.config, runtime))
-    Console().print(f"{out}: {count:,} parameters for {runtime}, from {place}", highlight=False)
+    beside = {"README.md": render_card(model.config, runtime, facts.architecture, made, report, bool(temperatures))}
+    if temperatures:
+        if not model.config.enable_confidence_head:
+            raise ConfigError(f"--temperatures {temperatures}: the draft has no confidence head")
+        fitted = read_temperatures(temperatures, model.config.block_size)
+        beside["temperatures.json"] = fitted.model_dump_json(indent=2)
+    size = write(model, out, fields_of(facts, num_anchors), made, beside, runtime)
+    Console().print(f"{size} for {runtime}, from {place}", highlight=False)
+
+
+def write(
+    draft: DraftModel, out: Path, fields: FolderFields, made: dict[str, Any], beside: dict[str, str],
+    runtime: Runtime = "hf",
+) -> str:  # fmt: skip
+    """``write_draft``, ``made`` being the provenance. Returns: the folder and how much is in it, in words."""
+    write_draft(draft, out, fields, runtime=runtime, provenance=made, beside=beside)
+    return f"{out}: {draft_parameter_count(draft.config, has_tables(draft.config, runtime)):,} parameters"
 
 
 def num_anchors_of(folder: Path) -> int:

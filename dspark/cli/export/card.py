@@ -1,5 +1,6 @@
 """README.md of an exported draft: what it is, where it comes from, what was measured, how it is served."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
@@ -12,6 +13,8 @@ from dspark.eval.report import EvalReport
 from dspark.eval.tables import read_template
 from dspark.export.draft_config import Runtime, unsupported
 from dspark.export.draft_folder import draft_fingerprint, draft_parameter_count, has_tables
+from dspark.provenance import describe_launch
+from dspark.target.loading import REPOSITORIES, target_fingerprint
 
 CHAIN = {
     "run": "run",
@@ -28,6 +31,15 @@ SERVERS: dict[Runtime, tuple[Runtime, ...]] = {
     "hf": ("sglang", "vllm"), "sglang": ("sglang",), "vllm": ("vllm",), "speculators": ("vllm",), "deepspec": ()
 }  # fmt: skip
 """Who serves a folder that was written for a runtime."""
+
+
+def describe_draft(known: Mapping[str, Any], target: str, **origin: str) -> dict[str, Any]:
+    """The provenance of a draft that is written anew: of ``known``, its earlier one, what is still true; this launch;
+    where it comes from; and its target.
+    """
+    kept = {key: known[key] for key in CHAIN if key in known}
+    its = {"target": REPOSITORIES.get(target, target), "target_fingerprint": target_fingerprint(target)}
+    return kept | describe_launch(sys.argv) | origin | its
 
 
 def render_card(

@@ -1,26 +1,17 @@
 """dspark import: another trainer's draft in our layout, which every command and runtime reads."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from dspark.cli.export import num_anchors_of
-from dspark.cli.export.card import CHAIN, render_card
+from dspark.cli.export import num_anchors_of, write
+from dspark.cli.export.card import describe_draft, render_card
 from dspark.cli.identity import check_pair, fields_of
 from dspark.export.draft_config import read_layout
-from dspark.export.draft_folder import (
-    draft_fingerprint,
-    draft_parameter_count,
-    has_tables,
-    read_draft,
-    read_provenance,
-    write_draft,
-)
-from dspark.provenance import describe_launch
-from dspark.target.loading import REPOSITORIES, load_tables, locate_target, target_facts, target_fingerprint
+from dspark.export.draft_folder import draft_fingerprint, read_draft, read_provenance
+from dspark.target.loading import load_tables, locate_target, target_facts
 
 
 def import_draft(
@@ -28,7 +19,7 @@ def import_draft(
     target: Annotated[str, typer.Option(help="Its target: a name or a folder.")],
     out: Annotated[Path, typer.Option(help="The folder to write; an earlier draft there is replaced.")],
     own_tables: Annotated[
-        bool, typer.Option("--own-tables", help="Keep its embedding and head where they are not the target's.")
+        bool, typer.Option("--own-tables", help="Keep its embedding and head if they differ.")
     ] = False,
 ) -> None:
     """Read a draft in any layout that is known, say which one it is, and write it in ours.
@@ -38,22 +29,14 @@ def import_draft(
     halves. A file that says two things, or leaves out what no reader should guess, is refused.
     """
     folder = locate_target(target)
-    facts, fingerprint = target_facts(folder), target_fingerprint(folder)
+    facts = target_facts(folder)
     _, layout = read_layout(source, facts.num_layers)
-    check_pair(source, facts, fingerprint)
+    check_pair(source, folder)
     draft = read_draft(source, load_tables(folder), is_taking_tables=own_tables, num_target_layers=facts.num_layers)
-    known = read_provenance(source)
-    made = {key: known[key] for key in CHAIN if key in known}
-    made |= {
-        "imported_from": source.resolve().name,
-        "layout": layout.name,
-        "source_fingerprint": draft_fingerprint(source),
-    }
-    made |= {"target": REPOSITORIES.get(target, target), "target_fingerprint": fingerprint}
-    made |= describe_launch(sys.argv)
+    origin = {"imported_from": source.resolve().name, "layout": layout.name}
+    made = describe_draft(read_provenance(source), target, source_fingerprint=draft_fingerprint(source), **origin)
     card = {"README.md": render_card(draft.config, "hf", facts.architecture, made)}
-    write_draft(draft, out, fields_of(facts, num_anchors_of(source)), provenance=made, beside=card)
-    count = draft_parameter_count(draft.config, has_tables(draft.config, "hf"))
+    size = write(draft, out, fields_of(facts, num_anchors_of(source)), made, card)
     pairs = "halves" if layout.is_neox else "neighbours, put in halves"
     line = f"{source}: layout {layout.name}, for {layout.reason}; rotary pairs: {pairs}\n"
-    Console(soft_wrap=True).print(f"{line}{out}: {count:,} parameters", markup=False, highlight=False)
+    Console(soft_wrap=True).print(f"{line}{size}", markup=False, highlight=False)

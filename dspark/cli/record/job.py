@@ -160,7 +160,7 @@ def open_target(ranks: Ranks, job: Job) -> Reading:
     is_ling = target_facts(job.target).architecture == LING_ARCHITECTURE
     layers, dtype = job.manifest.target_layer_ids, job.manifest.torch_dtype
     if job.probed:
-        layers = check_pair(job.probed, target_facts(job.target), job.manifest.target_fingerprint).target_layer_ids
+        layers = check_pair(job.probed, job.target).target_layer_ids
     if job.device.startswith("cuda:"):
         torch.cuda.set_device(job.device)
     if ranks.world_size > 1 and not is_ling:

@@ -12,7 +12,6 @@ from dspark.config import Section, read_back
 from dspark.decode.round import Round
 from dspark.errors import RecordError
 from dspark.eval.confidence import Calibration, calibration
-from dspark.files import write_whole
 
 NUM_BINS = 20
 """Of the expected calibration error of products, as in DeepSpec (dspark.md 7.1)."""
@@ -74,11 +73,6 @@ def product_calibrations(rounds: Sequence[Round], temperatures: Sequence[float])
     parts = [*(slice(k, k + 1) for k in range(len(temperatures))), slice(None)]
     triples = [(odds_NK[:, part], is_accepted_NK[:, part], is_verified_NK[:, part]) for part in parts]
     return [calibration(odds[counted], is_accepted[counted], NUM_BINS) for odds, is_accepted, counted in triples]
-
-
-def write_temperatures(found: Temperatures, path: Path) -> None:
-    """Write SGLang's JSON, whole or not at all. The folder of ``path`` exists."""
-    write_whole(path, found.model_dump_json(indent=2) + "\n")
 
 
 def read_temperatures(path: Path, block_size: int) -> Temperatures:

@@ -16,7 +16,6 @@ from dspark.eval.calibration.temperatures import (
     product_calibrations,
     read_temperatures,
     split_by_prompt,
-    write_temperatures,
 )
 
 TRUE = (2.0, 0.5, 3.0)
@@ -122,7 +121,7 @@ def test_the_file_is_the_one_that_sglang_reads(tmp_path: Path) -> None:
     found = Temperatures(
         temperatures=(1.5, 0.1 + 0.2), dataset="heldout", num_samples=7, ece_before=(0.1, 0.2), ece_after=(0.0, 0.1)
     )
-    write_temperatures(found, path)
+    path.write_text(found.model_dump_json())
     assert json.loads(path.read_text()) == {
         "temperatures": [1.5, 0.1 + 0.2],
         "dataset": "heldout",
