@@ -40,17 +40,9 @@ class TransformersTarget:
         self.vocab_size: int = model.config.vocab_size
         self.hidden_size: int = model.config.hidden_size
         self.num_layers: int = model.config.num_hidden_layers
-
-    @property
-    def embedding_VD(self) -> torch.Tensor:
-        table: torch.Tensor = self.model.get_input_embeddings().weight
-        return table
-
-    @property
-    def head_VD(self) -> torch.Tensor:
-        """The output head; the embedding table itself in a tied model."""
-        table: torch.Tensor = self.model.get_output_embeddings().weight
-        return table
+        self.embedding_VD: torch.Tensor = model.get_input_embeddings().weight
+        self.head_VD: torch.Tensor = model.get_output_embeddings().weight
+        """The embedding table itself in a tied model."""
 
     def prefill(self, ids: Sequence[torch.Tensor]) -> tuple[TransformersCache, TargetOutput]:
         device = self.embedding_VD.device

@@ -8,11 +8,9 @@ import torch
 from dspark.errors import ConfigError
 from dspark.kernels import MAX_TOKENS
 from dspark.target.config import TargetConfig
-from dspark.target.loading import check_taps
 from dspark.verifier.blocks import num_splits
 from dspark.verifier.buffers import allocate_buffers
-from dspark.verifier.ranks import Ranks
-from dspark.verifier.weights import Dtypes, Shard, VerifierWeights, allocate, allocate_mtp, num_bytes
+from dspark.verifier.weights import Dtypes, Shard, allocate, allocate_mtp, num_bytes
 
 GRAPH_RESERVE_BYTES = 1 << 30
 """On a GPU, for the context, compiled kernels and captured graphs."""
@@ -125,13 +123,3 @@ def check_device(device: torch.device) -> None:
         found = torch.cuda.get_device_name(device)
         need = "the verifier's kernels need compute capability 9.0 or 10.0 and its shared memory"
         raise ConfigError(f"{need}, found {found}; dspark eval takes --engine reference")
-
-
-def check_parts(weights: VerifierWeights, target_layer_ids: tuple[int, ...], ranks: Ranks) -> None:
-    """Raises: ConfigError as ``check_device``, or for tapped layers that are not there; ValueError for the weights of
-    another rank.
-    """
-    check_device(weights.device)
-    if ranks.world_size > 1 and weights.shard != Shard(ranks.rank, ranks.world_size):
-        raise ValueError(f"rank {ranks.rank} of {ranks.world_size} was given the weights of {weights.shard}")
-    check_taps(target_layer_ids, weights.config.num_hidden_layers)

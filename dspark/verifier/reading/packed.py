@@ -8,8 +8,9 @@ from typing import Any, Self
 import torch
 
 from dspark.target.config import load_target_config
+from dspark.target.loading import check_taps
 from dspark.types import TargetOutput
-from dspark.verifier.plan import check_device, check_parts, free_bytes, make_reading_plan
+from dspark.verifier.plan import check_device, free_bytes, make_reading_plan
 from dspark.verifier.ranks import ALONE, Ranks
 from dspark.verifier.reading.passes import read_packed, wide_product
 from dspark.verifier.sharding import load_weights
@@ -22,11 +23,15 @@ class PackedReader:
     With all its ``ranks`` it is the whole target on each of them, and every rank makes every call, with the same
     arguments. A rank of several, alone, adds its own partial sums only: its output means nothing, its time does.
     With several ranks every call waits for the GPU, so that a lost rank is named instead of its numbers used.
-    Raises: ConfigError for a GPU before sm_90, or tapped layers that are not there.
+    Raises: ConfigError for a GPU before sm_90, or tapped layers that are not there; ValueError for the weights of
+    another rank.
     """
 
     def __init__(self, weights: VerifierWeights, target_layer_ids: tuple[int, ...] = (), ranks: Ranks = ALONE) -> None:
-        check_parts(weights, target_layer_ids, ranks)
+        check_device(weights.device)
+        if ranks.world_size > 1 and weights.shard != Shard(ranks.rank, ranks.world_size):
+            raise ValueError(f"rank {ranks.rank} of {ranks.world_size} was given the weights of {weights.shard}")
+        check_taps(target_layer_ids, weights.config.num_hidden_layers)
         self.weights, self.ranks, self.target_layer_ids = weights, ranks, target_layer_ids
         self.vocab_size, self.hidden_size = weights.config.vocab_size, weights.config.hidden_size
         self.num_layers, self.embedding_VD = weights.config.num_hidden_layers, weights.embedding_VD
