@@ -90,7 +90,7 @@ def test_on_a_gpu_they_are_so_in_another_process_whatever_it_sees_first(tmp_path
     fields["record"]["max_tokens"] = fields["draft"]["max_position_embeddings"] = 4096
     sequences = make_sequences(lengths=(2000, 3500, 3000, 4000, 70, 30, 2500))
     run = RunConfig.model_validate(fields)
-    firsts = [draws_of(sequences, run.seed, seen, Share(1, 1, 0, 1))[0][0].index for seen in (0, 5)]
+    firsts = [draws_of(sequences, run.seed, seen, Share(1, 1, 0, 1))[0][0][1] for seen in (0, 5)]
     assert [len(sequences[index].ids_T) > 1000 for index in firsts] == [True, False]  # of the run, and of its rest
     write_record(tmp_path / "record", write_tiny_ling(tmp_path / "target"), sequences)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
