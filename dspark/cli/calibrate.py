@@ -1,20 +1,19 @@
 """dspark calibrate: temperatures for a draft's confidences, and how many drafted tokens are worth verifying."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from dspark.decode.scheduler import StepTimes
 from dspark.errors import ConfigError, RecordError
 from dspark.eval.calibration import temperatures as sts
-from dspark.eval.calibration.replay import BatchRates, batch_rates
+from dspark.eval.calibration.replay import batch_rates
 from dspark.eval.evaluation import Evaluation, read_evaluation
 from dspark.eval.measure import DRAFT
+from dspark.eval.tables import render
 from dspark.files import write_whole
 
 SPLIT_SEED = 980406
@@ -52,19 +51,13 @@ def calibrate(
     rates = list(batch_rates(tested, temperatures, times)) if times else []
     measured = [m for evaluation in evaluations for m in evaluation.report.measurements]
     dataset = ", ".join(dict.fromkeys(f"{m.task} at T = {m.temperature:g}" for m in measured))
+    facts: dict[str, Any] = {"temperatures": temperatures, "dataset": dataset}
     eces = {"ece_before": [c.ece for c in before[:-1]], "ece_after": [c.ece for c in after[:-1]]}
-    facts = {"temperatures": temperatures, "dataset": dataset, "num_samples": len(fit_rounds)}
+    found = sts.Temperatures(num_samples=len(fit_rounds), **facts | eces)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, sts.Temperatures.model_validate(facts | eces).model_dump_json(indent=2) + "\n")
-    columns: dict[str, Sequence[float | None]] = {"slot": [*range(len(temperatures)), None]}
-    columns |= {"temperature": [*temperatures, None], "accepted": [c.acceptance for c in before]}
-    for name, field in (("mean", "mean_confidence"), ("ECE", "ece"), ("AUROC", "auroc")):
-        columns |= {name: [getattr(c, field) for c in before], f"{name}\nafter": [getattr(c, field) for c in after]}
-    console = Console(markup=False, emoji=False)
-    halves = f"fitted on {len(fit_rounds)} rounds, tested on {len(test_rounds)} of other prompts"
-    console.print(_table(f"{dataset}: {halves}", columns))
-    if rates:
-        console.print(_table("tokens a second", dict(zip(BatchRates._fields, zip(*rates, strict=True), strict=True))))
+    write_whole(out, found.model_dump_json(indent=2) + "\n")
+    facts |= {"pairs": list(zip(before, after, strict=True)), "num_tested": len(test_rounds), "rates": rates}
+    Console().print(*render(Path(__file__).with_name("calibrate.j2"), num_fitted=len(fit_rounds), **facts))
     if plot:
         from dspark.eval.page.plots import png, styled  # matplotlib is heavy, and only a picture needs it
         from dspark.eval.page.sections import reliability_plot
@@ -84,15 +77,3 @@ def _drafted(evaluations: Sequence[Evaluation]) -> list[sts.PromptRounds]:
         raise ConfigError("EVAL_FOLDER: expected different folders, all of one draft on one target")
     texts = [item for evaluation in evaluations for item in evaluation.texts.items() if item[0].contender == DRAFT]
     return [((key.task.partition(", turn ")[0], key.prompt_index), text.rounds) for key, text in texts if text.rounds]
-
-
-def _table(title: str, columns: Mapping[str, Sequence[float | None]]) -> Table:
-    """Numbers by the names of their columns."""
-    table = Table(title=title, title_justify="left", box=SIMPLE, collapse_padding=True)
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(
-            *("-" if n is None else f"{n:.3f}" if isinstance(n, float) and n < 10 else f"{n:.0f}" for n in row)
-        )
-    return table
