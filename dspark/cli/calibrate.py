@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dspark.decode.scheduler import StepTimes
 from dspark.errors import ConfigError, RecordError
@@ -88,9 +88,8 @@ def _drafted(evaluations: Sequence[Evaluation]) -> list[sts.PromptRounds]:
 
 def _table(title: str, columns: Mapping[str, Sequence[float | None]]) -> Table:
     """Numbers by the names of their columns."""
-    table = Table(title=title, title_justify="left", box=SIMPLE, collapse_padding=True)
-    for name in columns:
-        table.add_column(name, justify="right")
+    right = (Column(name, justify="right") for name in columns)
+    table = Table(*right, title=title, title_justify="left", box=SIMPLE, collapse_padding=True)
     for row in zip(*columns.values(), strict=True):
         table.add_row(
             *("-" if n is None else f"{n:.3f}" if isinstance(n, float) and n < 10 else f"{n:.0f}" for n in row)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import pyarrow
 import torch
@@ -20,7 +20,6 @@ from dspark.eval.timing import DecodedText
 from dspark.files import claim, partial_of, put_in_place, write_whole
 
 JOURNAL_FILE, ROUNDS_FILE = "texts.jsonl", "rounds.parquet"
-FORMAT = "dspark-texts-2"
 CLOCKS = ("seconds", "is_looping", "first_token_seconds", "phase_seconds")
 """What a line says of a text beside its ids and rounds."""
 COUNTS = ("prompt_index", "round_index", "num_proposed", "accepted_drafts", "acceptance_length")
@@ -56,7 +55,7 @@ def write_rounds(texts: Mapping[TextKey, DecodedText], path: Path) -> None:
 
 
 class _Header(Section):
-    format: str
+    format: Literal["dspark-texts-2"] = "dspark-texts-2"
     settings: dict[str, Any]
 
 
@@ -107,7 +106,7 @@ def open_journal(folder: Path, settings: Mapping[str, object]) -> Iterator[Journ
     path = folder / JOURNAL_FILE
     with claim(folder):
         if not path.exists():
-            write_whole(path, json.dumps({"format": FORMAT, "settings": dict(settings)}) + "\n")
+            write_whole(path, json.dumps(_Header(settings=dict(settings)).model_dump()) + "\n")
         content = path.read_bytes()
         found, texts = _parse_texts(path, content)
         _check_settings(path, found, settings)
@@ -126,9 +125,7 @@ def read_texts(path: Path) -> dict[TextKey, DecodedText]:
 def _parse_texts(path: Path, content: bytes) -> tuple[Mapping[str, Any], dict[TextKey, DecodedText]]:
     """The settings of a journal, and the texts in its whole lines."""
     header, *lines = content[: content.rfind(b"\n") + 1].split(b"\n")
-    found = read_back(_Header, header, f"{path}:1", "delete it", "not a journal ({})")
-    if found.format != FORMAT:
-        raise RecordError(f"{path}: found the format {found.format!r}, expected {FORMAT!r}; choose another folder")
+    found = read_back(_Header, header, f"{path}:1", "delete it, or choose another folder", "not a journal ({})")
     texts: dict[TextKey, DecodedText] = {}
     for number, line in enumerate(lines[:-1], 2):
         row = read_back(_Line, line, f"{path}:{number}", "delete the lines from here on", "not a text ({})")

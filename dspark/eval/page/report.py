@@ -85,9 +85,7 @@ def _panels(evaluation: Evaluation, palette: Mapping[str, int], longest: float) 
 
 def _run(evaluation: Evaluation, panels: Sequence[Panel]) -> dict[str, Any]:
     """What the template shows of an evaluation."""
-    report, counted = evaluation.report, _counted(evaluation.report)
-    everyone = evaluation.everyone()
-    ms = counted.measurements
+    report, everyone, ms = evaluation.report, evaluation.everyone(), _counted(evaluation.report).measurements
     means = {}
     for name, some in everyone.items():
         found = _counted(replace(report, measurements=some)).mean_acceptance_lengths()
