@@ -91,7 +91,6 @@ def _table(title: str, columns: Mapping[str, Sequence[float | None]]) -> Table:
     right = (Column(name, justify="right") for name in columns)
     table = Table(*right, title=title, title_justify="left", box=SIMPLE, collapse_padding=True)
     for row in zip(*columns.values(), strict=True):
-        table.add_row(
-            *("-" if n is None else f"{n:.3f}" if isinstance(n, float) and n < 10 else f"{n:.0f}" for n in row)
-        )
+        digits = (3 if isinstance(n, float) and n < 10 else 0 for n in row)
+        table.add_row(*("-" if n is None else f"{n:.{d}f}" for n, d in zip(row, digits, strict=True)))
     return table

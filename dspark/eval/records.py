@@ -17,7 +17,7 @@ from dspark.data.rows import TokenId
 from dspark.decode.round import Round
 from dspark.errors import RecordError
 from dspark.eval.timing import DecodedText
-from dspark.files import claim, partial_of, put_in_place, write_whole
+from dspark.files import claim, differences, partial_of, put_in_place, write_whole
 
 JOURNAL_FILE, ROUNDS_FILE = "texts.jsonl", "rounds.parquet"
 CLOCKS = ("seconds", "is_looping", "first_token_seconds", "phase_seconds")
@@ -109,7 +109,11 @@ def open_journal(folder: Path, settings: Mapping[str, object]) -> Iterator[Journ
             write_whole(path, json.dumps(_Header(settings=dict(settings)).model_dump()) + "\n")
         content = path.read_bytes()
         found, texts = _parse_texts(path, content)
-        _check_settings(path, found, settings)
+        old, new = _flat(found), _flat(json.loads(json.dumps(dict(settings))))
+        absent = dict.fromkeys(old | new, "absent")
+        if differing := differences(absent | old, absent | new):
+            hint = "choose another folder, or delete the file to start again"
+            raise RecordError(f"{path}: made with {differing}; {hint}")
         os.truncate(path, content.rfind(b"\n") + 1)
         with path.open("ab") as file:
             yield Journal(file, texts)
@@ -139,13 +143,6 @@ def _parse_texts(path: Path, content: bytes) -> tuple[Mapping[str, Any], dict[Te
         ids_T = torch.tensor(row.ids, dtype=torch.int64)
         texts[key] = DecodedText(ids_T, row.rounds, **{name: getattr(row, name) for name in CLOCKS})
     return found.settings, texts
-
-
-def _check_settings(path: Path, found: Mapping[str, Any], settings: Mapping[str, object]) -> None:
-    old, new = _flat(found), _flat(json.loads(json.dumps(dict(settings))))
-    pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in old | new}
-    if differing := ", ".join(f"{key} {was!r} (now {now!r})" for key, (was, now) in pairs.items() if was != now):
-        raise RecordError(f"{path}: made with {differing}; choose another folder, or delete the file to start again")
 
 
 def _flat(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
