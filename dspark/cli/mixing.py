@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dspark.cli.terminal import count_progress
@@ -43,10 +43,9 @@ def prompt_sources(run: RunConfig, is_leaving_out: bool) -> tuple[str, ...]:
 
 
 def _table(report: MixtureReport) -> Table:
-    table = Table(box=SIMPLE)
     columns = [source.rows() for source in report.sources]
-    for heading in (columns[0][0][0], *(rows[0][1] for rows in columns)):
-        table.add_column(Text(heading), overflow="fold")
+    headings = (columns[0][0][0], *(rows[0][1] for rows in columns))
+    table = Table(*(Column(Text(heading), overflow="fold") for heading in headings), box=SIMPLE)
     for same in list(zip(*columns, strict=True))[1:]:
         table.add_row(same[0][0], *(number for _, number in same))
     return table

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -31,16 +31,21 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", callback=check
 
 
 @contextmanager
-def count_progress(name: str, total: int | None, is_shown: bool = True) -> Iterator[Callable[..., None]]:
-    """Show ``name`` and a bar of ``total`` on stderr; the function given advances it by its argument, or one, and sets
-    what stands behind the name.
+def count_progress(name: str, total: int | None, is_shown: bool = True) -> Iterator[Callable[..., int]]:
+    """Show ``name`` and a bar of ``total`` on stderr; the function given advances it by its argument, or one, sets
+    what stands behind the name, and says how far the bar is.
     """
     console = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
         task = bar.add_task(name, total=total)
-        yield lambda count=1, behind="": bar.update(task, advance=count, description=name + behind)
+
+        def advance(count: int = 1, behind: str = "") -> int:
+            bar.update(task, advance=count, description=name + behind)
+            return int(bar.tasks[task].completed)
+
+        yield advance
 
 
 def counted(items: Iterable[ItemT], name: str, total: int | None = None, is_shown: bool = True) -> Iterator[ItemT]:
@@ -52,17 +57,17 @@ def counted(items: Iterable[ItemT], name: str, total: int | None = None, is_show
 
 
 @contextmanager
-def token_progress(name: str, total: int | None) -> Iterator[Callable[..., None]]:
+def token_progress(name: str, total: int | None) -> Iterator[Callable[..., Any]]:
     """The same for what is made of tokens: the function takes how many more there are, their tokens, and what stands
     behind the speed until it is called again.
     """
     start, num_tokens = time.monotonic(), 0
     with count_progress(name, total) as advance:
 
-        def take(count: int, num_new_tokens: int, behind: str = "") -> None:
+        def take(count: int, num_new_tokens: int, behind: str = "") -> int:
             nonlocal num_tokens
             num_tokens += num_new_tokens
-            advance(count, f": {num_tokens / (time.monotonic() - start):,.0f} tokens/s{behind}")
+            return advance(count, f": {num_tokens / (time.monotonic() - start):,.0f} tokens/s{behind}")
 
         yield take
 

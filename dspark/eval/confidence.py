@@ -80,8 +80,11 @@ def calibration(logits_N: torch.Tensor, is_accepted_N: torch.Tensor, num_bins: i
     """
     probs_N, outcome_N = torch.sigmoid(logits_N), is_accepted_N.double()
     place_N = (probs_N * num_bins).long().clamp(max=num_bins - 1)
-    chosen = (place_N == place for place in range(num_bins))
-    bins = tuple(_bin(i / num_bins, (i + 1) / num_bins, probs_N[n], outcome_N[n]) for i, n in enumerate(chosen))
+    bins = []
+    for place in range(num_bins):
+        probs_M, outcome_M = probs_N[place_N == place], outcome_N[place_N == place]
+        means = (float(probs_M.mean()), float(outcome_M.mean())) if len(probs_M) else (None, None)
+        bins.append(Bin(place / num_bins, (place + 1) / num_bins, len(probs_M), *means))
     gaps = torch.zeros(num_bins, dtype=torch.float64).index_add(0, place_N, probs_N - outcome_N)
     return Calibration(
         num_slots=len(probs_N),
@@ -90,7 +93,7 @@ def calibration(logits_N: torch.Tensor, is_accepted_N: torch.Tensor, num_bins: i
         ece=float(gaps.abs().sum()) / len(probs_N),
         brier=float((probs_N - outcome_N).square().mean()),
         auroc=auroc(logits_N, is_accepted_N),
-        bins=bins,
+        bins=tuple(bins),
     )
 
 
@@ -106,9 +109,3 @@ def auroc(scores_N: torch.Tensor, is_positive_N: torch.Tensor) -> float | None:
     rank_U = count_U.cumsum(0).double() - (count_U - 1) / 2
     rank_sum = float(rank_U[place_N][is_positive_N].sum())
     return (rank_sum - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)
-
-
-def _bin(low: float, high: float, probs_N: torch.Tensor, outcome_N: torch.Tensor) -> Bin:
-    num = len(probs_N)
-    means = (float(probs_N.mean()), float(outcome_N.mean())) if num else (None, None)
-    return Bin(low, high, num, *means)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import pyarrow
 import torch
@@ -17,10 +17,9 @@ from dspark.data.rows import TokenId
 from dspark.decode.round import Round
 from dspark.errors import RecordError
 from dspark.eval.timing import DecodedText
-from dspark.files import claim, partial_of, put_in_place, write_whole
+from dspark.files import claim, differences, partial_of, put_in_place, write_whole
 
 JOURNAL_FILE, ROUNDS_FILE = "texts.jsonl", "rounds.parquet"
-FORMAT = "dspark-texts-2"
 CLOCKS = ("seconds", "is_looping", "first_token_seconds", "phase_seconds")
 """What a line says of a text beside its ids and rounds."""
 COUNTS = ("prompt_index", "round_index", "num_proposed", "accepted_drafts", "acceptance_length")
@@ -56,7 +55,7 @@ def write_rounds(texts: Mapping[TextKey, DecodedText], path: Path) -> None:
 
 
 class _Header(Section):
-    format: str
+    format: Literal["dspark-texts-2"] = "dspark-texts-2"
     settings: dict[str, Any]
 
 
@@ -107,10 +106,14 @@ def open_journal(folder: Path, settings: Mapping[str, object]) -> Iterator[Journ
     path = folder / JOURNAL_FILE
     with claim(folder):
         if not path.exists():
-            write_whole(path, json.dumps({"format": FORMAT, "settings": dict(settings)}) + "\n")
+            write_whole(path, json.dumps(_Header(settings=dict(settings)).model_dump()) + "\n")
         content = path.read_bytes()
         found, texts = _parse_texts(path, content)
-        _check_settings(path, found, settings)
+        old, new = _flat(found), _flat(json.loads(json.dumps(dict(settings))))
+        absent = dict.fromkeys(old | new, "absent")
+        if differing := differences(absent | old, absent | new):
+            hint = "choose another folder, or delete the file to start again"
+            raise RecordError(f"{path}: made with {differing}; {hint}")
         os.truncate(path, content.rfind(b"\n") + 1)
         with path.open("ab") as file:
             yield Journal(file, texts)
@@ -126,9 +129,7 @@ def read_texts(path: Path) -> dict[TextKey, DecodedText]:
 def _parse_texts(path: Path, content: bytes) -> tuple[Mapping[str, Any], dict[TextKey, DecodedText]]:
     """The settings of a journal, and the texts in its whole lines."""
     header, *lines = content[: content.rfind(b"\n") + 1].split(b"\n")
-    found = read_back(_Header, header, f"{path}:1", "delete it", "not a journal ({})")
-    if found.format != FORMAT:
-        raise RecordError(f"{path}: found the format {found.format!r}, expected {FORMAT!r}; choose another folder")
+    found = read_back(_Header, header, f"{path}:1", "delete it, or choose another folder", "not a journal ({})")
     texts: dict[TextKey, DecodedText] = {}
     for number, line in enumerate(lines[:-1], 2):
         row = read_back(_Line, line, f"{path}:{number}", "delete the lines from here on", "not a text ({})")
@@ -142,13 +143,6 @@ def _parse_texts(path: Path, content: bytes) -> tuple[Mapping[str, Any], dict[Te
         ids_T = torch.tensor(row.ids, dtype=torch.int64)
         texts[key] = DecodedText(ids_T, row.rounds, **{name: getattr(row, name) for name in CLOCKS})
     return found.settings, texts
-
-
-def _check_settings(path: Path, found: Mapping[str, Any], settings: Mapping[str, object]) -> None:
-    old, new = _flat(found), _flat(json.loads(json.dumps(dict(settings))))
-    pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in old | new}
-    if differing := ", ".join(f"{key} {was!r} (now {now!r})" for key, (was, now) in pairs.items() if was != now):
-        raise RecordError(f"{path}: made with {differing}; choose another folder, or delete the file to start again")
 
 
 def _flat(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from rich.box import SIMPLE
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def read_template(path: Path, **words: Any) -> Template:
@@ -34,10 +34,9 @@ def _table(text: str) -> Table:
     body, _, caption = text.partition("\n---\n")
     title, head, *lines = body.split("\n")
     first, *names = head.split("\t")
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE)
-    table.add_column(first, overflow="fold", min_width=14)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = [Column(first, overflow="fold", min_width=14)]
+    columns += [Column(name, justify="right", no_wrap=True) for name in names]
+    table = Table(*columns, title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE)
     for line in lines:
         if line:
             table.add_row(*line.split("\t"))

@@ -37,14 +37,15 @@ def write_draft(
     runtime: Runtime = "hf",
     provenance: Mapping[str, object] | None = None,
     beside: Mapping[str, str] | None = None,
-) -> None:
+) -> int:
     """Write the folder that ``runtime`` loads (hf: SGLang, transformers and we), and ``read_draft``.
 
     Weights are rounded to bfloat16. DeepSpec's loader needs bit-exact copies of the target's embedding and head, and a
     draft with tables of its own brings these. ``provenance`` goes to provenance.json, which runtimes ignore, with the
     sha256 of the weights, which ``read_draft`` checks; ``beside`` has further texts by their files' names. The folder
-    appears whole; an earlier draft at that place is replaced. Raises: ConfigError as ``config_json``; CheckpointError
-    when ``folder`` holds something that is not a draft, or a weight is not finite.
+    appears whole; an earlier draft at that place is replaced. Returns: the number of its parameters. Raises:
+    ConfigError as ``config_json``; CheckpointError when ``folder`` holds something that is not a draft, or a weight is
+    not finite.
     Source: specs/dspark.md 2.6, 3.1 and 3.3.
     """
     folder, made = folder.resolve(), dict(provenance or {})  # through a link, and without its dots
@@ -65,7 +66,9 @@ def write_draft(
         texts = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()} | beside
         for name, text in texts.items():
             (place / name).write_text(text, encoding="utf-8")
-        Checkpoint(place).check(rounded)
+        written = Checkpoint(place)
+        written.check(rounded)
+    return written.num_parameters
 
 
 def has_tables(config: DraftConfig, runtime: Runtime) -> bool:

@@ -91,7 +91,6 @@ def verify(
 
     Needs a CUDA GPU of compute capability 9.0 or later.
     """
-    check_ranks(tp, emulate_tp)
     if draft not in {"", "dspark", "mtp"}:
         raise ConfigError(f"--draft: expected dspark or mtp, got {draft!r}")
     precision = Precision(DTYPE, frozenset(float32.split(",")) if float32 else frozenset())
@@ -106,7 +105,7 @@ def verify(
     if routing != "uniform":
         read_trace(Path(routing), load_target_config(folder), max(windows))
     job = Job(target, weights, folder, emulate_tp, windows, context, draft, routing, prefill, json, precision)
-    on_gpus("verify", partial(run, job=job), tp)
+    on_gpus(partial(run, job=job), tp, emulate_tp)
 
 
 def run(ranks: Ranks, job: Job) -> None:
@@ -157,19 +156,14 @@ def _drafters(job: Job, shard: Shard) -> tuple[Callable[[Verifier, int], Drafter
     return (lambda verifier, num_drafts: BlockDrafter(verifier, own, num_drafts)), draft.config.target_layer_ids
 
 
-def check_ranks(tp: int, emulate_tp: int) -> None:
-    """Raises: ConfigError and DsparkError for ranks that cannot be measured here."""
+def on_gpus(work: Callable[[Ranks], None], tp: int, emulate_tp: int) -> None:
+    """Do the work on so many ranks. Raises: ConfigError and DsparkError for ranks that cannot be measured here."""
     if tp > 1 and emulate_tp > 1:
         raise ConfigError("--tp measures ranks that work together, --emulate-tp one of them alone; give only one")
-    found = torch.cuda.device_count()
-    if 1 < tp > found > 0:
-        raise DsparkError(f"--tp {tp}: found {found} GPU{'s' * (found != 1)}; use fewer ranks or --emulate-tp {tp}")
-
-
-def on_gpus(name: str, work: Callable[[Ranks], None], tp: int) -> None:
-    """Do the work on so many ranks. Raises: DsparkError where there is no GPU."""
     if not torch.cuda.is_available():
-        raise DsparkError(f"bench {name}: needs a CUDA GPU, and torch finds none on this machine")
+        raise DsparkError("dspark bench: needs a CUDA GPU, and torch finds none on this machine")
+    if 1 < tp > (found := torch.cuda.device_count()):
+        raise DsparkError(f"--tp {tp}: found {found} GPU{'s' * (found != 1)}; use fewer ranks or --emulate-tp {tp}")
     start(work, tp, DEVICE)
 
 

@@ -64,7 +64,6 @@ def headline(
     the time per token is given at the published acceptance lengths and at that of a whole window. Needs a CUDA GPU of
     compute capability 9.0 or 10.0.
     """
-    bench.check_ranks(tp, emulate_tp)
     if (weights == RANDOM) != (draft == RANDOM):
         raise ConfigError("--weights, --draft: give both as folders or both as random; one alone says nothing")
     lengths = bench.numbers("--mtp", mtp, 15) if mtp else ()
@@ -72,7 +71,7 @@ def headline(
     if draft == RANDOM:
         run_file(target)
     job = Job(target, weights, folder, emulate_tp, draft, lengths, (prompt_tokens, new_tokens), num_prompts, json)
-    bench.on_gpus("headline", partial(run, job=job), tp)
+    bench.on_gpus(partial(run, job=job), tp, emulate_tp)
 
 
 def run(ranks: Ranks, job: Job) -> None:

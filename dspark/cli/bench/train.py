@@ -44,8 +44,8 @@ def train(
         sizes = f"{need / 1e9:.1f} GB and more, {device} has {free / 1e9:.1f} GB"
         raise DsparkError(f"bench train: {run.name} takes {sizes}")
     facts = {"run": run.model_dump(mode="json"), "processes": accelerator.num_processes, "rows": []}
-    facts["distributed"] = accelerator.distributed_type.value.lower()
-    facts["mixed_precision"] = accelerator.mixed_precision
+    distributed = accelerator.distributed_type.value.lower()
+    facts |= {"distributed": distributed, "mixed_precision": accelerator.mixed_precision}
     report = Report(json, accelerator.is_main_process, **facts)
     hardware = report["provenance"]["hardware"]
     place = hardware["gpus"][device.index or 0] if device.type == "cuda" else hardware["processor"]

@@ -42,17 +42,17 @@ def record_origin(subject: Subject) -> Finding:
 
 def loss_mask(subject: Subject) -> Finding:
     """Words are supervised everywhere, not markers alone, and never everything of a conversation."""
-    reader, special, faults = subject.record, subject.chat.special_ids, list[str]()
+    reader, special = subject.record, subject.chat.special_ids
     for index in range(0, len(reader), max(1, len(reader) // NUM_SEQUENCES)):
         ids_T, mask_T = reader.text(index)
         is_talk = reader.manifest.answers == "target" or not special.isdisjoint(ids_T[1:-1].tolist())
         if special.issuperset(ids_T[mask_T].tolist()):
-            faults.append(f"sequence {index} supervises no words")
-        elif mask_T[1:].all() and is_talk:
-            faults.append(f"sequence {index} supervises everything, also what was asked")
+            return Finding(False, f"sequence {index} supervises no words")
+        if mask_T[1:].all() and is_talk:
+            return Finding(False, f"sequence {index} supervises everything, also what was asked")
     shown = " | ".join(str(subject.chat.tokenizer.decode(run)) for run in supervised(*reader.text(0)))
-    told = f"supervised in the first of {len(reader)} sequences: {' '.join(shown.split())[:SHOWN_LETTERS]}"
-    return Finding(not faults, "; ".join(faults[:1]) or told)
+    words = " ".join(shown.split())[:SHOWN_LETTERS]
+    return Finding(True, f"supervised in the first of {len(reader)} sequences: {words}")
 
 
 def record_rows(subject: Subject) -> Finding:

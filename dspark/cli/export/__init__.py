@@ -1,7 +1,7 @@
 """dspark export: a draft as the folder that a runtime loads."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,8 +12,8 @@ from dspark.config import load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
 from dspark.eval.calibration.temperatures import read_temperatures
-from dspark.export.draft_config import FolderFields, Runtime
-from dspark.export.draft_folder import draft_parameter_count, has_tables, read_draft, read_provenance, write_draft
+from dspark.export.draft_config import Runtime
+from dspark.export.draft_folder import read_draft, read_provenance, write_draft
 from dspark.files import read_json
 from dspark.target.loading import load_tables, target_facts
 from dspark.train.checkpoint import checkpoints, finished_draft, load_checkpoint
@@ -62,17 +62,9 @@ def export(
             raise ConfigError(f"--temperatures {temperatures}: the draft has no confidence head")
         fitted = read_temperatures(temperatures, model.config.block_size)
         beside["temperatures.json"] = fitted.model_dump_json(indent=2)
-    size = write(model, out, fields_of(facts, num_anchors), made, beside, runtime)
-    Console().print(f"{size} for {runtime}, from {place}", highlight=False)
-
-
-def write(
-    draft: DraftModel, out: Path, fields: FolderFields, made: dict[str, Any], beside: dict[str, str],
-    runtime: Runtime = "hf",
-) -> str:  # fmt: skip
-    """``write_draft``, ``made`` being the provenance. Returns: the folder and how much is in it, in words."""
-    write_draft(draft, out, fields, runtime=runtime, provenance=made, beside=beside)
-    return f"{out}: {draft_parameter_count(draft.config, has_tables(draft.config, runtime)):,} parameters"
+    fields = fields_of(facts, num_anchors)
+    count = write_draft(model, out, fields, runtime=runtime, provenance=made, beside=beside)
+    Console().print(f"{out}: {count:,} parameters for {runtime}, from {place}", highlight=False)
 
 
 def num_anchors_of(folder: Path) -> int:

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dspark.cli.export import num_anchors_of, write
+from dspark.cli.export import num_anchors_of
 from dspark.cli.export.card import describe_draft, render_card
 from dspark.cli.identity import check_pair, fields_of
 from dspark.export.draft_config import read_layout
-from dspark.export.draft_folder import draft_fingerprint, read_draft, read_provenance
+from dspark.export.draft_folder import draft_fingerprint, read_draft, read_provenance, write_draft
 from dspark.target.loading import load_tables, locate_target, target_facts
 
 
@@ -36,7 +36,7 @@ def import_draft(
     origin = {"imported_from": source.resolve().name, "layout": layout.name}
     made = describe_draft(read_provenance(source), target, source_fingerprint=draft_fingerprint(source), **origin)
     card = {"README.md": render_card(draft.config, "hf", facts.architecture, made)}
-    size = write(draft, out, fields_of(facts, num_anchors_of(source)), made, card)
+    count = write_draft(draft, out, fields_of(facts, num_anchors_of(source)), provenance=made, beside=card)
     pairs = "halves" if layout.is_neox else "neighbours, put in halves"
     line = f"{source}: layout {layout.name}, for {layout.reason}; rotary pairs: {pairs}\n"
-    Console(soft_wrap=True).print(f"{line}{size}", markup=False, highlight=False)
+    Console(soft_wrap=True).print(f"{line}{out}: {count:,} parameters", markup=False, highlight=False)

@@ -114,25 +114,17 @@ def recording_progress(job: Job) -> Iterator[tuple[Callable[[], list[int] | None
     ring = Ring(record.folder, manifest, job.run.seed, record.ring_shards) if record.ring_shards else None
     if ring:
         ring.begin()
-    num_done = 0
     with token_progress("recorded", None if ring else manifest.total.num_sequences) as advance:
 
         def missing() -> list[int] | None:
             if ring:
                 return ring.missing()
             numbers = missing_shards(record.folder, manifest)
-            there = manifest.total.num_sequences - sum(
-                manifest.shards[number].num_sequences for number in numbers or ()
-            )
-            show(max(0, there - num_done), 0)
+            num_lacking = sum(manifest.shards[number].num_sequences for number in numbers or ())
+            advance(max(0, manifest.total.num_sequences - num_lacking - advance(0, 0)), 0)
             return numbers
 
-        def show(more_sequences: int, more_tokens: int) -> None:
-            nonlocal num_done
-            num_done += more_sequences
-            advance(more_sequences, more_tokens)
-
-        yield missing, show
+        yield missing, advance
 
 
 def find_faults(target: Reading | None, job: Job, console: Console) -> list[int]:

@@ -79,9 +79,8 @@ def read_temperatures(path: Path, block_size: int) -> Temperatures:
     """Raises: RecordError for a file of another form, or for a block of another size."""
     found = read_back(Temperatures, path.read_bytes(), path, "run dspark calibrate", "not temperatures ({})")
     if (num := len(found.temperatures)) != block_size:
-        raise RecordError(
-            f"{path}: {num} temperatures for a draft of {block_size} slots; run dspark calibrate for this draft"
-        )
+        hint = "run dspark calibrate for this draft"
+        raise RecordError(f"{path}: {num} temperatures for a draft of {block_size} slots; {hint}")
     return found
 
 

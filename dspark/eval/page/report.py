@@ -1,7 +1,7 @@
 """The report of one or several evaluations as one self-contained page."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -73,21 +73,16 @@ def _panels(evaluation: Evaluation, palette: Mapping[str, int], longest: float) 
     """One a task and temperature."""
     report, everyone = evaluation.report, evaluation.everyone().items()
     is_one = len({m.task for m in report.measurements}) == 1
-    return [
-        Panel(
-            [Row(name, palette[name], ms[place], evaluation.texts_of(name, ms[place])) for name, ms in everyone],
-            longest,
-            "" if is_one else report.label(m.task),
-        )
-        for place, m in enumerate(report.measurements)
-    ]
+    panels = []
+    for place, m in enumerate(report.measurements):
+        rows = [Row(name, palette[name], ms[place], evaluation.texts_of(name, ms[place])) for name, ms in everyone]
+        panels.append(Panel(rows, longest, "" if is_one else report.label(m.task)))
+    return panels
 
 
 def _run(evaluation: Evaluation, panels: Sequence[Panel]) -> dict[str, Any]:
     """What the template shows of an evaluation."""
-    report, counted = evaluation.report, _counted(evaluation.report)
-    everyone = evaluation.everyone()
-    ms = counted.measurements
+    report, everyone, ms = evaluation.report, evaluation.everyone(), _counted(evaluation.report).measurements
     means = {}
     for name, some in everyone.items():
         found = _counted(replace(report, measurements=some)).mean_acceptance_lengths()
@@ -99,7 +94,7 @@ def _run(evaluation: Evaluation, panels: Sequence[Panel]) -> dict[str, Any]:
         "counted": ms,
         "tasks": list(dict.fromkeys(report.label(m.task) for m in ms)),
         "panels": [list(found) for _, found in groupby(panels, key=lambda panel: panel.label)],
-        "plots": {title: draw(evaluation, panels) for title, draw in DRAWN.items()},
+        "plots": {title: list(draw(evaluation, panels)) for title, draw in DRAWN.items()},
         "differences": difference_lines(everyone, LONGEST_LIST),
         "facts": parts | {"settings": report.settings} | dict(report.provenance),
     }
@@ -128,28 +123,27 @@ def _along(evaluation: Evaluation, panels: Sequence[Panel]) -> list[Titled]:
     return of.titled(of.by_place, panels) + (prompts or of.titled(of.by_answer, panels))
 
 
-def _learned(evaluation: Evaluation, _: Sequence[Panel]) -> list[Titled]:
+def _learned(evaluation: Evaluation, _: Sequence[Panel]) -> Iterator[Titled]:
     """The draft's loss, and its estimated acceptance length beside the decoded one."""
-    level, plots = _counted(evaluation.report).mean_acceptance_lengths().get("1"), []
-    for title, key, name in (("Loss", "loss", "loss"), ("Acceptance length", "acceptance_length", "estimated")):
+    level = _counted(evaluation.report).mean_acceptance_lengths().get("1")
+    shown = ("Loss", "loss", "loss", "loss"), ("Acceptance length", "acceptance_length", "estimated", PER_ROUND)
+    for title, key, name, y_label in shown:
         points = [(row["step"], row[key]) for row in evaluation.training if row.keys() >= {"step", key}]
         if points:
             curves = [(name, 0, points)]
             if level and name == "estimated":
                 curves.append(("decoded", 4, [(points[place][0], level) for place in (0, -1)]))
-            y_label = "loss" if name == "loss" else PER_ROUND
             figure, axes = by.empty_plot("step", y_label, [curve[:2] for curve in curves])
             for name, colour, marks in curves:
                 by.draw_line(axes, colour, name, marks)
                 by.draw_dot(axes, marks[-1], colour, f"{name}: {marks[-1][1]:.3g} at {marks[-1][0]:g}")
-            plots.append((title, figure))
-    return plots
+            yield title, figure
 
 
-def _paired(evaluation: Evaluation, _: Sequence[Panel]) -> list[Titled]:
+def _paired(evaluation: Evaluation, _: Sequence[Panel]) -> Iterator[Titled]:
     """What the evaluation itself compared."""
-    pairings = evaluation.report.pairings
-    return [(f"minus {pairings[0].folder}", _forest(pairings))] if pairings else []
+    if pairings := evaluation.report.pairings:
+        yield f"minus {pairings[0].folder}", _forest(pairings)
 
 
 def _versus(first: Evaluation, second: Evaluation) -> Iterator[Titled]:
@@ -207,7 +201,7 @@ def _mean(rounds: Sequence[Round]) -> float:
     return sum(counts.acceptance_length for counts in rounds) / len(rounds) if rounds else 0.0
 
 
-DRAWN: Mapping[str, Callable[[Evaluation, Sequence[Panel]], list[Titled]]] = {
+DRAWN: Mapping[str, Callable[[Evaluation, Sequence[Panel]], Iterable[Titled]]] = {
     "Tokens a round": _each(of.lengths),
     "Where a round ends": _each(of.positions),
     "Accepted drafts a round": _each(of.histograms),

@@ -55,12 +55,8 @@ Draw = Callable[[Panel], Iterable[Titled]]
 
 def titled(draw: Draw, panels: Sequence[Panel]) -> list[Titled]:
     """What ``draw`` makes of every panel in which something was drafted."""
-    drafted = [panel for panel in panels if panel.drafted()]
-    return [
-        (", ".join(filter(None, (what, panel.label, panel.at))), figure)
-        for panel in drafted
-        for what, figure in draw(panel)
-    ]
+    drawn = [(panel, *found) for panel in panels if panel.drafted() for found in draw(panel)]
+    return [(", ".join(filter(None, (what, panel.label, panel.at))), figure) for panel, what, figure in drawn]
 
 
 def lengths(panel: Panel) -> Iterator[Titled]:
