@@ -23,10 +23,14 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def draft_parameter_count(config: DraftConfig, with_tables: bool = False) -> int:
-    """Number of parameters in the exported file, those of the two tables among them where it holds these."""
-    with torch.device("meta"):
-        own = sum(parameter.numel() for parameter in DraftModel(config).parameters())
-    return own + with_tables * 2 * config.vocab_size * config.hidden_size
+    """Number of parameters in the exported file, by the formula of specs/dspark.md 1.10 and the heads of 3.1."""
+    width, rank, heads = config.hidden_size, config.markov_rank, config.num_attention_heads + config.num_key_value_heads
+    layer = 2 * width * heads * config.head_dim + 2 * config.head_dim + 2 * width + 3 * width * config.intermediate_size
+    mixing = {"vanilla": 0, "gated": (width + rank + 1) * rank, "rnn": (width + 2 * rank + 1) * 3 * rank}
+    confidence = config.enable_confidence_head * (width + config.confidence_head_with_markov * rank + 1)
+    own = config.num_hidden_layers * layer + len(config.target_layer_ids) * width**2 + 2 * width
+    own += 2 * config.vocab_size * rank + mixing[config.markov_head_type] + confidence
+    return own + with_tables * 2 * config.vocab_size * width
 
 
 def write_draft(
@@ -68,6 +72,7 @@ def write_draft(
             (place / name).write_text(text, encoding="utf-8")
         written = Checkpoint(place)
         written.check(rounded)
+        assert written.num_parameters == draft_parameter_count(draft.config, has_tables(draft.config, runtime))
     return written.num_parameters
 
 
@@ -102,6 +107,7 @@ def read_draft(
     checkpoint.rename(canonical_names(folder, checkpoint.names))
     has_own = config.own_tables or bool(set(TABLES) & set(checkpoint.names))
     checkpoint.check(expected | (dict(zip(TABLES, tables, strict=True)) if has_own else {}), any_dtype=True)
+    assert checkpoint.num_parameters == draft_parameter_count(config, has_own)
     _check_sha256(folder)
     if has_own:
         own = [_finite(checkpoint, name) for name in TABLES]
