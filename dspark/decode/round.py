@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from dspark.decode.acceptance import accept
 from dspark.decode.sampling import Sampling, Uniforms, draw, token_probs
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, propose
 from dspark.types import CacheT, Target
+from dspark.verifier.drafting.acceptance import keep
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,17 @@ def draw_block(
     logits_K = proposal.confidence_logits_K
     confidence_logits = () if logits_K is None else tuple(logits_K.tolist())
     return Block(anchor_id, proposal.ids_K, torch.stack(rows), confidence_logits)
+
+
+def accept(
+    ids_K: torch.Tensor, draft_probs_KV: torch.Tensor, target_probs_NV: torch.Tensor, uniforms: Uniforms
+) -> tuple[int, int]:  # fmt: skip
+    """``keep`` of a block, with uniforms of the text's own: K + 1 whatever happens, one a drafted token, one for the last.
+    Shapes: as there, N = K + 1. Returns: (accepted_drafts, the id after them).
+    """
+    uniforms_N = target_probs_NV.new_tensor([uniforms() for _ in range(len(ids_K) + 1)], dtype=torch.float64)
+    count_1, next_id_1 = keep(ids_K, draft_probs_KV, target_probs_NV, uniforms_N)
+    return int(count_1) - 1, int(next_id_1)
 
 
 def verify_blocks(

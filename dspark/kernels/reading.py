@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.checks import check
+from dspark.kernels.dispatch import check
 
 TILINGS = tuple((block, programs) for block in (4096, 8192, 16384) for programs in (264, 528, 1056))
 """Integers of a block, and programs (2, 4, 8 a multiprocessor of an H200), to take the fastest of."""

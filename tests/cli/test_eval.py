@@ -15,7 +15,7 @@ from training_run import run_fields
 from typer.testing import CliRunner
 
 from dspark.cli.main import app
-from dspark.decode.acceptance import accept
+from dspark.decode.round import accept
 from dspark.export.draft_folder import draft_fingerprint
 from dspark.target.loading import target_fingerprint
 

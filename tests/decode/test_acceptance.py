@@ -8,7 +8,7 @@ import torch
 from golden_draft import DTYPES, exact
 from toy import chi_square_p_value
 
-from dspark.decode.acceptance import accept
+from dspark.decode.round import accept
 from dspark.decode.sampling import Sampling, Uniforms, draw, row_uniforms, token_probs
 
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Uniforms], tuple[int, int]]

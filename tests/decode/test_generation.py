@@ -14,9 +14,8 @@ from tiny import MASK_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, write_tiny_ling
 from toy import SIZE, TableTarget, chi_square_p_value, move, sure, toy_draft, toy_pair
 
 from dspark.decode import round as round_module
-from dspark.decode.acceptance import accept
 from dspark.decode.generation import generate
-from dspark.decode.round import draw_block, num_confident
+from dspark.decode.round import accept, draw_block, num_confident
 from dspark.decode.sampling import Sampling, Uniforms, row_uniforms
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend

@@ -16,9 +16,8 @@ import torch
 
 from dspark.data.chat import ChatFormat, encode_prompt
 from dspark.decode import round as round_module
-from dspark.decode.acceptance import accept
 from dspark.decode.generation import DraftSpeaker, generate
-from dspark.decode.round import Block, draw_block, verify_blocks
+from dspark.decode.round import Block, accept, draw_block, verify_blocks
 from dspark.decode.sampling import Sampling, Uniforms, draw, row_uniforms, token_probs
 from dspark.draft.model import DraftModel
 from dspark.draft.proposal import ContextCache, extend, propose

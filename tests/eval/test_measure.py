@@ -11,10 +11,9 @@ from toy import TableTarget
 
 from dspark.config import DraftConfig, EvalSection
 from dspark.decode import round as round_module
-from dspark.decode.acceptance import accept
 from dspark.decode.drafter import LookupDrafter
 from dspark.decode.generation import DraftSpeaker, PlainSpeaker
-from dspark.decode.round import Round
+from dspark.decode.round import Round, accept
 from dspark.decode.sampling import Sampling, row_uniforms
 from dspark.decode.speaking import Speaker
 from dspark.draft.model import DraftModel

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from dspark.kernels.agreement import reference
 from dspark.kernels.agreement.reference import Figures, Scales, Slopes, Weights
-from dspark.kernels.forms import form_for
+from dspark.kernels.dispatch import form_for
 
 __all__ = ["Figures", "Piece", "Price", "Scales", "Slopes", "Weights", "judge", "slopes"]
 

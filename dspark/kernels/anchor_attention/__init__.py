@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dspark.kernels.anchor_attention import reference
 from dspark.kernels.anchor_attention.reference import attend
-from dspark.kernels.checks import check
+from dspark.kernels.dispatch import check
 
 __all__ = ["anchor_attention", "attend"]
 

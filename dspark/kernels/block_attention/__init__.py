@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.block_attention import reference
-from dspark.kernels.checks import check
-from dspark.kernels.forms import form_for
+from dspark.kernels.dispatch import check, form_for
 
 
 def write(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check
+from dspark.kernels.dispatch import check
 
 NUM_TURNS = 3
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check
-from dspark.kernels.forms import form_for
+from dspark.kernels.dispatch import check, form_for
 from dspark.kernels.kda import reference
 
 

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check
 from dspark.kernels.chunks import Chunks
-from dspark.kernels.forms import form_for
+from dspark.kernels.dispatch import check, form_for
 from dspark.kernels.kda_chunk import reference
 
 

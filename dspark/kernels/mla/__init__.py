@@ -8,9 +8,8 @@ the plain form of whole packed sequences.
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check
 from dspark.kernels.chunks import Chunks
-from dspark.kernels.forms import form_for
+from dspark.kernels.dispatch import check, form_for
 from dspark.kernels.mla import reference
 from dspark.kernels.mla.reference import BLOCK_ROWS, PACKED_ROWS, absorbed_attention, causal_attention
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dspark.kernels.checks import check
-from dspark.kernels.forms import form_for
+from dspark.kernels.dispatch import check, form_for
 from dspark.kernels.moe import reference
 from dspark.kernels.moe.reference import sort_by_expert, swiglu
 from dspark.kernels.router import Dispatch

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from dspark.kernels.checks import check, check_counters
-from dspark.kernels.forms import form_for
+from dspark.kernels.dispatch import check, check_counters, form_for
 from dspark.kernels.projection import reference
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels import MAX_TOKENS
-from dspark.kernels.checks import check, check_counters
-from dspark.kernels.forms import form_for
+from dspark.kernels.dispatch import check, check_counters, form_for
 from dspark.kernels.router import reference
 from dspark.kernels.router.reference import Dispatch, Law, dense_dispatch, list_pairs, route
 

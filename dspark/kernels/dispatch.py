@@ -1,9 +1,16 @@
-"""What every operation checks of its tensors, once, where it is called."""
+"""What every operation does where it is called: it checks its tensors, once, and picks the form that runs."""
 
-from torch import Tensor, dtype, int32
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor, dtype, float64, int32
 
 from dspark.kernels import MAX_TOKENS
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Sizes = dict[str, int]
 """By the letters that end a tensor's name (types.py)."""
 
@@ -41,3 +48,15 @@ def check(
 def check_counters(counters: Tensor, least: int = 1) -> None:
     """Raises: ValueError for other counters than int32, and fewer than ``least``."""
     check({"N": max(least, counters.numel())}, int32, counters_N=counters)
+
+
+def form_for(x: Tensor, reference: Callable[P, R], module: str = "kernel", **options: Any) -> Callable[P, R]:
+    """``reference`` for tensors on a CPU or in float64; else what has its name in the module beside it, with these
+    options too.
+
+    A kernel's module is imported when it is first asked for: it needs Triton, which a CPU may lack.
+    """
+    if not x.is_cuda or x.dtype == float64:
+        return reference
+    package = reference.__module__.rpartition(".")[0]
+    return partial(getattr(import_module(f"{package}.{module}"), reference.__name__), **options)

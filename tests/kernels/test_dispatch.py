@@ -1,11 +1,14 @@
-"""The checks of tensors by the letters of their names."""
+"""The checks of tensors by the letters of their names, and the form of an operation that runs."""
 
 import re
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from dspark.kernels.checks import check, check_counters
+from dspark.kernels.dispatch import check, check_counters, form_for
+from dspark.kernels.moe import reference
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -68,3 +71,21 @@ def test_counters_are_enough_and_a_window_is_short() -> None:
     for num_tokens in (0, 17):
         with pytest.raises(ValueError, match=f"^x_TD: expected 1 to 16 tokens, found {num_tokens}$"):
             check({}, is_window=True, x_TD=torch.ones(num_tokens, 2))
+
+
+def test_a_tensor_on_a_cpu_gets_the_reference_and_no_options() -> None:
+    assert form_for(torch.zeros(1), reference.up, is_chained=True) is reference.up
+
+
+@pytest.mark.parametrize(("function", "module"), [(reference.up, "kernel"), (reference.run_each, "grouped")])
+def test_a_tensor_on_a_gpu_gets_the_kernel_of_that_name_with_the_options(function: Any, module: str) -> None:
+    pytest.importorskip("triton")
+    form = cast(
+        Any, form_for(cast(Any, SimpleNamespace(is_cuda=True, dtype=torch.float32)), function, module, is_chained=True)
+    )
+    assert (form.func.__module__, form.func.__name__) == (f"dspark.kernels.moe.{module}", function.__name__)
+    assert form.keywords == {"is_chained": True}
+
+
+def test_float64_gets_the_reference_on_a_gpu_too() -> None:
+    assert form_for(cast(Any, SimpleNamespace(is_cuda=True, dtype=torch.float64)), reference.up) is reference.up
