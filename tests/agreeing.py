@@ -10,7 +10,7 @@ from dspark.draft.anchors import BlockTargets, gather_positions, slot_positions
 from dspark.draft.model import DraftModel, DraftOutput
 from dspark.train import objective as room
 from dspark.train.batches import PIECE_NUMBERS, Batch, lay_out
-from dspark.train.objective import Agreement, Metrics
+from dspark.train.objective import Figures, Metrics
 
 
 class Teacher(NamedTuple):
@@ -36,14 +36,14 @@ def objective(
     return room.objective(output, teacher.head_VD, here, section, weight, pooled)
 
 
-def compare(draft_AKV: Tensor, teacher_AKV: Tensor, label_ids_AK: Tensor) -> Agreement:
+def compare(draft_AKV: Tensor, teacher_AKV: Tensor, label_ids_AK: Tensor) -> Figures:
     """Slot by slot at temperature 1; gradients flow into the draft's logits."""
     q_AKV, p_AKV = draft_AKV.log_softmax(-1), teacher_AKV.detach().log_softmax(-1)
     labels = (x_AKV.gather(-1, label_ids_AK[..., None]).squeeze(-1) for x_AKV in (q_AKV, p_AKV))
     divergence_AK = (p_AKV.exp() * (p_AKV - q_AKV)).sum(-1)
     acceptance_AK = torch.minimum(p_AKV.exp(), q_AKV.exp()).sum(-1)
     agrees_AK = (draft_AKV.argmax(-1) == teacher_AKV.argmax(-1)).to(draft_AKV.dtype)
-    return Agreement(*labels, divergence_AK, acceptance_AK, agrees_AK)
+    return Figures(*labels, divergence_AK, acceptance_AK, agrees_AK)
 
 
 def logits_of(draft: DraftModel, output: DraftOutput) -> Tensor:

@@ -93,7 +93,7 @@ def draw_block(
 def accept(
     ids_K: torch.Tensor, draft_probs_KV: torch.Tensor, target_probs_NV: torch.Tensor, uniforms: Uniforms
 ) -> tuple[int, int]:  # fmt: skip
-    """``keep`` of a block, with uniforms of the text's own: K + 1 whatever happens, one a drafted token, one for the last.
+    """``keep`` of a block, with uniforms of the text's own: K + 1 always, one a drafted token, then one for the last.
     Shapes: as there, N = K + 1. Returns: (accepted_drafts, the id after them).
     """
     uniforms_N = target_probs_NV.new_tensor([uniforms() for _ in range(len(ids_K) + 1)], dtype=torch.float64)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,18 +30,6 @@ def summed(parts: Iterable[Metrics]) -> Metrics:
     return sums
 
 
-class Agreement(NamedTuple):
-    """What the terms need of the two distributions of every slot; all [A, K], float32 or better; zeros where not
-    valid. As ``dspark.kernels.agreement.Figures``.
-    """
-
-    draft_logprobs_AK: Tensor
-    teacher_logprobs_AK: Tensor
-    divergence_AK: Tensor
-    acceptance_AK: Tensor
-    agrees_AK: Tensor
-
-
 def slot_weights(valid_AK: Tensor, decay_positions: float) -> Tensor:
     """exp(-j / decay_positions) for a valid slot j, else 0. Returns: float64 [A, K]. Source: DeepSpec."""
     slots_K = torch.arange(valid_AK.shape[-1], device=valid_AK.device, dtype=torch.float64)
@@ -58,45 +46,45 @@ def denominators(targets: BlockTargets | Slots, decay_positions: float) -> Tenso
     return torch.stack([weight, targets.valid_AK[..., 0].sum().double()])
 
 
-def cross_entropy(agreement: Agreement, weights_AK: Tensor) -> Tensor:
+def cross_entropy(agreement: Figures, weights_AK: Tensor) -> Tensor:
     """Weighted sum of -log q(label)."""
-    return -(weights_AK * agreement.draft_logprobs_AK).sum()
+    return -(weights_AK * agreement.draft_logprobs).sum()
 
 
-def forward_kl(agreement: Agreement, weights_AK: Tensor) -> Tensor:
+def forward_kl(agreement: Figures, weights_AK: Tensor) -> Tensor:
     """Weighted sum of KL(target || draft)."""
-    return (weights_AK * agreement.divergence_AK).sum()
+    return (weights_AK * agreement.divergence).sum()
 
 
-def total_variation(agreement: Agreement, weights_AK: Tensor) -> Tensor:
+def total_variation(agreement: Figures, weights_AK: Tensor) -> Tensor:
     """Weighted sum of sum_v |q - p|, which is twice the total variation. Source: DeepSpec's L1 term."""
-    return (weights_AK * 2 * (1 - agreement.acceptance_AK)).sum()
+    return (weights_AK * 2 * (1 - agreement.acceptance)).sum()
 
 
-def confidence_bce(agreement: Agreement, confidence_logits_AK: Tensor, weights_AK: Tensor) -> Tensor:
+def confidence_bce(agreement: Figures, confidence_logits_AK: Tensor, weights_AK: Tensor) -> Tensor:
     """Weighted sum of the binary cross-entropy of the confidence against the detached acceptance.
     Gradients reach the backbone through the confidence logits, as in DeepSpec.
     """
-    label_AK = agreement.acceptance_AK.detach().clamp(0, 1)
+    label_AK = agreement.acceptance.detach().clamp(0, 1)
     bce_AK = F.binary_cross_entropy_with_logits(confidence_logits_AK, label_AK, reduction="none")
     return (weights_AK * bce_AK).sum()
 
 
-def expected_acceptance_teacher_forced(agreement: Agreement, valid_AK: Tensor) -> Tensor:
+def expected_acceptance_teacher_forced(agreement: Figures, valid_AK: Tensor) -> Tensor:
     """Sum over blocks of E_tf = sum_k prod_{i<=k} alpha_i, accepted drafts without the bonus token.
     It replaces the acceptance of the sampled path by its mean slot by slot; the error has no fixed sign.
     Source: DeepSpec, tau_probabilistic - 1 (specs/dspark.md 5.1).
     """
-    return _expected_length(agreement.acceptance_AK, agreement.acceptance_AK, valid_AK)
+    return _expected_length(agreement.acceptance, agreement.acceptance, valid_AK)
 
 
-def expected_acceptance_ratio(agreement: Agreement, valid_AK: Tensor) -> Tensor:
+def expected_acceptance_ratio(agreement: Figures, valid_AK: Tensor) -> Tensor:
     """Sum over blocks of E_ratio = sum_k prod_{i<k} min(1, q_i(y_i) / p_i(y_i)) * alpha_k, y the text itself.
     On text sampled from the target at temperature 1 without truncation its mean is the number of drafts that
     speculative decoding accepts, and its gradient is unbiased, through the ratios too. Source: specs/dspark.md 5.1.
     """
-    ratio_AK = (agreement.draft_logprobs_AK - agreement.teacher_logprobs_AK).clamp(max=0).exp()
-    return _expected_length(agreement.acceptance_AK, ratio_AK, valid_AK)
+    ratio_AK = (agreement.draft_logprobs - agreement.teacher_logprobs).clamp(max=0).exp()
+    return _expected_length(agreement.acceptance, ratio_AK, valid_AK)
 
 
 def objective(
@@ -134,7 +122,7 @@ def objective(
         return slopes(figures, block_rows[rows.start], rows, slots.valid_AK.shape[1], scale, weights)
 
     pull, figures = judge(hidden_ND, mixed_NR, *tables, slots.labels_N, pieces, price)
-    agreement = Agreement(*(_on_grid(x_N, slots.places_N, slots.valid_AK.shape) for x_N in figures))
+    agreement = Figures(*(_on_grid(x_N, slots.places_N, slots.valid_AK.shape) for x_N in figures))
     confidence = (output.confidence_logits_AK, section.confidence)
     loss, metrics = score(agreement, confidence, slots.valid_AK, (weights_AK, local_weight), scale, weights)
     # ``pull``, a zero, carries the gradients of all but the confidence, which torch makes.
@@ -158,7 +146,7 @@ def scales(
 
 
 def total(
-    agreement: Agreement,
+    agreement: Figures,
     confidence: tuple[Tensor | None, float],
     valid_AK: Tensor,
     slot_sums: tuple[Tensor, Tensor],
@@ -198,7 +186,7 @@ def _on_grid(x_N: Tensor, places_N: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def slot_metrics(agreement: Agreement, logits_AK: Tensor | None, valid_AK: Tensor, weights_AK: Tensor) -> Metrics:
+def slot_metrics(agreement: Figures, logits_AK: Tensor | None, valid_AK: Tensor, weights_AK: Tensor) -> Metrics:
     """Figures over valid slots, as (numerator, denominator) pairs.
 
     ``conditional_acceptance_k``: mean acceptance of slot k given that the slots before it were accepted;
@@ -206,11 +194,11 @@ def slot_metrics(agreement: Agreement, logits_AK: Tensor | None, valid_AK: Tenso
     ``confidence_bias`` and ``confidence_abs_error``: weighted mean and mean size of confidence - acceptance;
     ``confidence_cumprod_bias`` compares the products of both over the slots so far. Source: DeepSpec's training log.
     """
-    acceptance_AK = agreement.acceptance_AK
+    acceptance_AK = agreement.acceptance
     counts_K = valid_AK.sum(0)
     sums_K = (acceptance_AK * valid_AK).sum(0)
     metrics = {f"conditional_acceptance_{k}": (sums_K[k], counts_K[k]) for k in range(len(counts_K))}
-    metrics["argmax_agreement"] = (agreement.agrees_AK.sum(), counts_K.sum())
+    metrics["argmax_agreement"] = (agreement.agrees.sum(), counts_K.sum())
     if logits_AK is None:
         return metrics
     confidence_AK = logits_AK.sigmoid()

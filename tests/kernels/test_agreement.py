@@ -57,7 +57,7 @@ def test_the_definition_is_autograds(vocab_size: int) -> None:
     figures, kept = reference.compare(draft_PV.detach(), *others)
     for found, right in zip(figures[:4], expected[:4], strict=True):
         torch.testing.assert_close(found, right.detach(), rtol=1e-12, atol=1e-13)
-    assert torch.equal(figures.agrees_P, (draft_PV.argmax(1) == others[0].argmax(1)[others[1]]).double())
+    assert torch.equal(figures.agrees, (draft_PV.argmax(1) == others[0].argmax(1)[others[1]]).double())
     torch.testing.assert_close(reference.gradient(kept, slopes), gradient_PV, rtol=1e-11, atol=1e-13)
 
 
@@ -90,7 +90,7 @@ def check(draft_PV: torch.Tensor, teacher_MV: torch.Tensor, rows_P: torch.Tensor
     assert found_PV.dtype == dtype
     for name, ours, torchs, right in zip(Figures._fields, found, theirs, exact, strict=True):
         assert ours.dtype == FP32
-        if name == "agrees_P":
+        if name == "agrees":
             assert torch.equal(ours.double(), right)
         else:
             allowed = min(max(1.5 * far(torchs, right, floor=1.0), 1e-6), CEILING[FP32])
@@ -124,7 +124,7 @@ def test_labels_and_largest_logits_at_both_ends_are_found(
     draft_PV, teacher_MV, *_ = random_rows(4, vocab_size, kernel_device, FP32)
     rows_P, ends_P = (torch.tensor(x, device=kernel_device) for x in ([0, 1, 0, 1], [0, vocab_size - 1] * 2))
     teacher_MV[[0, 1], [0, vocab_size - 1]] = draft_PV[[0, 1, 2], [0, vocab_size - 1, 0]] = 8.0
-    assert kernel.compare(draft_PV, teacher_MV, rows_P, ends_P)[0].agrees_P.tolist() == [1, 1, 1, 0]
+    assert kernel.compare(draft_PV, teacher_MV, rows_P, ends_P)[0].agrees.tolist() == [1, 1, 1, 0]
     check(draft_PV, teacher_MV, rows_P, ends_P)
 
 
@@ -134,7 +134,7 @@ def test_agreement_is_of_the_teachers_first_most_likely_token(kernel_device: tor
     rows_P, labels_P = (torch.tensor(x, device=kernel_device) for x in ([0, 0, 1], [0, 0, 0]))
     for form in (reference, kernel):
         figures, _ = form.compare(draft_PV, teacher_MV, rows_P, labels_P)
-        assert figures.agrees_P.tolist() == [1, 0, 0]
+        assert figures.agrees.tolist() == [1, 0, 0]
 
 
 def test_of_equally_likely_tokens_far_apart_the_first_counts(
@@ -153,7 +153,7 @@ def test_of_equally_likely_tokens_far_apart_the_first_counts(
         draft_PV[rows, lasts if agrees else firsts] = 1.7  # the next smaller number
         for form in (reference, kernel):
             figures, _ = form.compare(draft_PV, teacher_PV, rows_P, rows_P)
-            assert figures.agrees_P.tolist() == [agrees] * len(pairs)
+            assert figures.agrees.tolist() == [agrees] * len(pairs)
 
 
 def test_equal_laws_have_no_distance_and_ties_no_slope(kernel_device: torch.device) -> None:
@@ -161,9 +161,9 @@ def test_equal_laws_have_no_distance_and_ties_no_slope(kernel_device: torch.devi
     rows_P = torch.arange(4, device=kernel_device)
     for form in (reference, kernel):
         figures, kept = form.compare(draft_PV.clone(), draft_PV, rows_P, labels_P)
-        torch.testing.assert_close(figures.acceptance_P, torch.ones_like(figures.acceptance_P))
-        torch.testing.assert_close(figures.divergence_P, torch.zeros_like(figures.divergence_P), atol=1e-6, rtol=0)
-        assert figures.agrees_P.all()
+        torch.testing.assert_close(figures.acceptance, torch.ones_like(figures.acceptance))
+        torch.testing.assert_close(figures.divergence, torch.zeros_like(figures.divergence), atol=1e-6, rtol=0)
+        assert figures.agrees.all()
         zero_P, one_P = torch.zeros_like(figures[0]), torch.ones_like(figures[0])
         assert form.gradient(kept, Slopes(zero_P, zero_P, one_P)).abs().max() < 1e-6
 
@@ -204,10 +204,10 @@ def test_a_teacher_that_is_not_a_number_makes_its_own_row_so_and_no_other(kernel
     rows_P = torch.tensor([0, 1, 2, 0, 1, 3], device=kernel_device)
     teacher_MV[3] = torch.nan
     figures, _ = kernel.compare(draft_PV, teacher_MV, rows_P, labels_P)
-    for figure_P in (figures.teacher_logprobs_P, figures.divergence_P, figures.acceptance_P):
+    for figure_P in (figures.teacher_logprobs, figures.divergence, figures.acceptance):
         assert figure_P.isnan().tolist() == [False] * 5 + [True]
-    assert not figures.draft_logprobs_P.isnan().any()
-    assert figures.agrees_P[5] == 0
+    assert not figures.draft_logprobs.isnan().any()
+    assert figures.agrees[5] == 0
 
 
 def weigh(rows: slice, figures: Figures) -> Slopes:
@@ -240,7 +240,7 @@ def test_gradients_made_in_the_forward_pass_are_autograds(dtype: torch.dtype) ->
     teachers_N = torch.cat([piece.teachers.start + piece.teacher_rows_P for piece in pieces])
     found = by_autograd(draft_NV, teacher_MD @ head_VD.T, teachers_N, labels_N)
     weight_N = torch.linspace(0.5, 1.5, 11, dtype=dtype)
-    loss = (weight_N * (2 * found.draft_logprobs_P - found.divergence_P) * found.acceptance_P).sum()
+    loss = (weight_N * (2 * found.draft_logprobs - found.divergence) * found.acceptance).sum()
     expected = torch.autograd.grad(3 * loss, leaves)
     pull, figures = agreement.judge(hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N, pieces, weigh)
     assert float(pull.detach()) == 0.0
@@ -271,9 +271,9 @@ def test_low_precision_stays_near_the_truth_and_keeps_the_dtypes_of_the_gradient
     )
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_low):
         low, figures = agreement.judge(hidden_ND, mixed_NR, head_VD, markov_VR, teacher_MD, labels_N, pieces, weigh)
-    assert figures.acceptance_P.dtype == torch.float32
+    assert figures.acceptance.dtype == torch.float32
     if head == torch.float32:  # the teacher's logits are never rounded to autocast's dtype
-        torch.testing.assert_close(figures.teacher_logprobs_P.double(), exact.teacher_logprobs_P, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(figures.teacher_logprobs.double(), exact.teacher_logprobs, rtol=1e-5, atol=1e-5)
     for ours, right in zip(torch.autograd.grad(low, leaves), torch.autograd.grad(truth, leaves), strict=True):
         assert ours.dtype == torch.float32
         assert 1e-4 < far(ours, right.double()) < 5e-2
@@ -346,7 +346,7 @@ def test_gpu_check_of_gradients_made_by_the_kernels() -> None:
     cuts = [(slice(n, n + 100), slice(67 * i, 67 * i + 67)) for i, n in enumerate((0, 100, 200))]
 
     def price(rows: slice, figures: Figures) -> Slopes:
-        return Slopes(-figures.acceptance_P, torch.ones_like(figures[0]), figures.draft_logprobs_P)
+        return Slopes(-figures.acceptance, torch.ones_like(figures[0]), figures.draft_logprobs)
 
     found = []
     for device, dtype in (("cuda", BF16), ("cpu", FP32)):

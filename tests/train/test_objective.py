@@ -18,7 +18,7 @@ from dspark.draft.model import DraftOutput
 from dspark.train import objective as room
 from dspark.train.batches import PIECE_NUMBERS
 from dspark.train.objective import (
-    Agreement,
+    Figures,
     Metrics,
     confidence_bce,
     cross_entropy,
@@ -75,16 +75,16 @@ def test_acceptance_metrics_and_estimates_are_deepspecs(
     teacher_BAKV = case.on_grid(teacher_logits(case.teacher(), 5))
     close(teacher_BAKV[valid_BAK], torch.tensor(case.shared["teacher_logits"]).double()[valid_BAK])
     found = compare(case.logits(), teacher_BAKV, case.on_grid(targets.label_ids_AK))
-    close(found.acceptance_AK[valid_BAK], torch.tensor(case.expected["accept_rate"]).double()[valid_BAK])
-    close(found.divergence_AK[valid_BAK], torch.tensor(acceptance["kl"]).double()[valid_BAK])
+    close(found.acceptance[valid_BAK], torch.tensor(case.expected["accept_rate"]).double()[valid_BAK])
+    close(found.divergence[valid_BAK], torch.tensor(acceptance["kl"]).double()[valid_BAK])
     for b in range(2):
         for a in range(5):
-            block = Agreement(*(part[b, a : a + 1] for part in found))
+            block = Figures(*(part[b, a : a + 1] for part in found))
             valid = valid_BAK[b, a : a + 1]
             close(expected_acceptance_teacher_forced(block, valid), acceptance["e_tf_per_block"][b][a])
             close(expected_acceptance_ratio(block, valid), acceptance["e_ratio_per_block"][b][a])
     _, metrics = scored(case)
-    assert mean(metrics, "argmax_agreement") == pytest.approx(float(found.agrees_AK[valid_BAK].mean()))
+    assert mean(metrics, "argmax_agreement") == pytest.approx(float(found.agrees[valid_BAK].mean()))
     tolerance = {"abs": 1e-5 if dtype == torch.float32 else 1e-9}
     expected = {f"conditional_acceptance_{k}": logged[f"accept_rate@{k}"] for k in range(5)} | {
         "cross_entropy": logged["ce_loss"],
@@ -255,9 +255,9 @@ def test_a_planted_mistake_gives_the_wrong_number(dspark_golden: dict[str, Any],
     assert abs(right - wrong["total"]) > 2e-4
 
 
-def _attached(agreement: Agreement, logits_AK: Tensor, weights_AK: Tensor) -> Tensor:
+def _attached(agreement: Figures, logits_AK: Tensor, weights_AK: Tensor) -> Tensor:
     softplus_AK = torch.nn.functional.softplus(logits_AK)
-    return (weights_AK * (softplus_AK - agreement.acceptance_AK * logits_AK)).sum()
+    return (weights_AK * (softplus_AK - agreement.acceptance * logits_AK)).sum()
 
 
 @pytest.mark.parametrize("mistake", ["confidence_label_not_detached", "confidence_input_detached"])
@@ -287,9 +287,9 @@ def test_planted_mistakes_of_the_expected_acceptance_give_the_wrong_numbers(dspa
     logits_AKV = torch.cat([logits_of(case.draft, output) for output, _ in both])
     teacher_AKV = torch.cat([teacher_logits(teacher, 5) for _, teacher in both])
     found = compare(logits_AKV, teacher_AKV, targets.label_ids_AK)
-    inverted = found._replace(draft_logprobs_AK=found.teacher_logprobs_AK, teacher_logprobs_AK=found.draft_logprobs_AK)
-    ratio_AK = (found.draft_logprobs_AK - found.teacher_logprobs_AK).clamp(max=0).exp()
-    own = found._replace(acceptance_AK=found.acceptance_AK * ratio_AK)
+    inverted = found._replace(draft_logprobs=found.teacher_logprobs, teacher_logprobs=found.draft_logprobs)
+    ratio_AK = (found.draft_logprobs - found.teacher_logprobs).clamp(max=0).exp()
+    own = found._replace(acceptance=found.acceptance * ratio_AK)
     kept_AK = case.keep_BA.view(-1, 1).expand_as(valid_AK)
     planted = {
         "e_tf_mean_over_all_blocks": expected_acceptance_teacher_forced(found, valid_AK) / len(valid_AK),
@@ -303,7 +303,7 @@ def test_planted_mistakes_of_the_expected_acceptance_give_the_wrong_numbers(dspa
     }
 
 
-TERMS: dict[str, Callable[[Agreement, Tensor, Tensor, Tensor], Tensor]] = {
+TERMS: dict[str, Callable[[Figures, Tensor, Tensor, Tensor], Tensor]] = {
     "cross_entropy": lambda found, _valid, weights, _logits: cross_entropy(found, weights),
     "forward_kl": lambda found, _valid, weights, _logits: forward_kl(found, weights),
     "total_variation": lambda found, _valid, weights, _logits: total_variation(found, weights),
@@ -326,7 +326,7 @@ def test_the_gradient_of_a_term_is_its_finite_difference(term: str) -> None:
     def value(draft: Tensor, confidence: Tensor) -> Tensor:
         found = compare(draft, teacher_AKV, labels_AK)
         if term == "confidence":  # its label is a constant by definition
-            found = found._replace(acceptance_AK=constant.acceptance_AK)
+            found = found._replace(acceptance=constant.acceptance)
         return TERMS[term](found, valid_AK, weights_AK, confidence)
 
     draft_AKV.requires_grad_()

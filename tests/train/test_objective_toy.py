@@ -9,7 +9,7 @@ from agreeing import compare
 from torch import Tensor
 
 from dspark.train.objective import (
-    Agreement,
+    Figures,
     expected_acceptance_ratio,
     expected_acceptance_teacher_forced,
 )
@@ -39,7 +39,7 @@ class Toy:
     def previous(self, text_NK: Tensor, slot: int) -> Tensor:
         return text_NK[:, slot - 1] if slot else torch.zeros(len(text_NK), dtype=torch.long)
 
-    def expectation(self, text_NK: Tensor, form: Callable[[Agreement, Tensor], Tensor]) -> Tensor:
+    def expectation(self, text_NK: Tensor, form: Callable[[Figures, Tensor], Tensor]) -> Tensor:
         """Per-text value [N] of an estimate, each text a block of its own."""
         slots = range(self.num_slots)
         shape = (len(text_NK), self.vocab_size)
@@ -47,7 +47,7 @@ class Toy:
         teacher = [self.target[k][self.prefixes(text_NK, k)] for k in slots]
         found = compare(torch.stack(draft, 1), torch.stack(teacher, 1), text_NK)
         valid = torch.ones(1, self.num_slots, dtype=torch.bool)
-        return torch.vmap(lambda *parts: form(Agreement(*(part[None] for part in parts)), valid))(*found)
+        return torch.vmap(lambda *parts: form(Figures(*(part[None] for part in parts)), valid))(*found)
 
     def texts(self) -> tuple[Tensor, Tensor]:
         """Every text and its probability under the target."""

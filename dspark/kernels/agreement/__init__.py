@@ -51,7 +51,7 @@ def slopes(figures: Figures, rows_A1: Tensor, rows: slice, num_slots: int, scale
     Block a's valid slots, a prefix of its num_slots, have the rows rows_A1[a] to rows_A1[a + 1] of all rows, of which
     ``rows`` are the piece's. Shapes: rows_A1 int64; scales in the figures' dtype. One launch on a GPU.
     """
-    return form_for(figures.acceptance_P, reference.slopes)(figures, rows_A1, rows.start, num_slots, scales, weights)
+    return form_for(figures.acceptance, reference.slopes)(figures, rows_A1, rows.start, num_slots, scales, weights)
 
 
 class _Judged(torch.autograd.Function):

@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 class Figures(NamedTuple):
-    """What a loss needs of the two laws of every row; float32 or better.
+    """What a loss needs of the two laws of every row; float32 or better. Shapes: all [P], or on a grid of slots.
 
     The log-probabilities are the label's; divergence is KL(teacher || draft); acceptance, one minus the total
     variation, is sum_v min(p, q); agrees is 1 where the teacher's most likely token, the first of equals, is a most
     likely one of the draft, else 0.
     """
 
-    draft_logprobs_P: Tensor
-    teacher_logprobs_P: Tensor
-    divergence_P: Tensor
-    acceptance_P: Tensor
-    agrees_P: Tensor
+    draft_logprobs: Tensor
+    teacher_logprobs: Tensor
+    divergence: Tensor
+    acceptance: Tensor
+    agrees: Tensor
 
 
 class Slopes(NamedTuple):
@@ -103,10 +103,10 @@ def slopes(
     by_logprob_P = -weights.cross_entropy * weights_P
     by_acceptance_P = -2 * weights.total_variation * weights_P
     if weights.has_length:
-        gap_P = figures.draft_logprobs_P - figures.teacher_logprobs_P
-        go_on_P = gap_P.clamp(max=0).exp() if weights.is_ratio else figures.acceptance_P
+        gap_P = figures.draft_logprobs - figures.teacher_logprobs
+        go_on_P = gap_P.clamp(max=0).exp() if weights.is_ratio else figures.acceptance
         zeros_AK = gap_P.new_zeros(valid_AK.shape)
-        grids = (zeros_AK.masked_scatter(valid_AK, x_P) for x_P in (figures.acceptance_P, go_on_P))
+        grids = (zeros_AK.masked_scatter(valid_AK, x_P) for x_P in (figures.acceptance, go_on_P))
         by_step_P, by_go_on_P = (x_AK[valid_AK] * scales.length for x_AK in length_slopes(*grids))
         by_acceptance_P = by_acceptance_P - by_step_P - (0 if weights.is_ratio else by_go_on_P)
         if weights.is_ratio:
