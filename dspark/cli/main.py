@@ -9,7 +9,6 @@ from dspark.cli.bench import bench, verify
 from dspark.cli.bench.headline import headline
 from dspark.cli.bench.record import record as bench_record
 from dspark.cli.bench.train import train
-from dspark.cli.calibrate import calibrate
 from dspark.cli.chat import chat
 from dspark.cli.demo import demo
 from dspark.cli.doctor import doctor
@@ -38,7 +37,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in (demo, doctor, plan, prepare, record, evaluate, report, calibrate, chat, export, import_draft):
+for command in (demo, doctor, plan, prepare, record, evaluate, report, chat, export, import_draft):
     name = command.__name__.replace("evaluate", "eval").removesuffix("_draft")
     app.command(name, epilog=as_typed(EXAMPLES[name]))(command)
 for measure in (verify, headline, train, bench_record):

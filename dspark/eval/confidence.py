@@ -72,20 +72,20 @@ def confidence_statistics(rounds: Sequence[Round]) -> ConfidenceStatistics:
     return ConfidenceStatistics(calibration(logits_N, is_accepted_N), tuple(slots))
 
 
-def calibration(logits_N: torch.Tensor, is_accepted_N: torch.Tensor, num_bins: int = NUM_BINS) -> Calibration:
+def calibration(logits_N: torch.Tensor, is_accepted_N: torch.Tensor) -> Calibration:
     """ECE, Brier score and AUROC of sigmoid(logits_N) against the outcomes.
     Shapes: logits_N float64 (infinite ones are certainties), N >= 1; is_accepted_N bool.
     Source: Guo et al. 2017, On Calibration of Modern Neural Networks, eq. 3 (ECE); Brier 1950. The paper of DSpark
-    (dspark.md 6.2) bins the product of a block's confidences, as ``calibration.temperatures`` does.
+    (dspark.md 6.2) bins the product of a block's confidences, which this does not.
     """
     probs_N, outcome_N = torch.sigmoid(logits_N), is_accepted_N.double()
-    place_N = (probs_N * num_bins).long().clamp(max=num_bins - 1)
+    place_N = (probs_N * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     bins = []
-    for place in range(num_bins):
+    for place in range(NUM_BINS):
         probs_M, outcome_M = probs_N[place_N == place], outcome_N[place_N == place]
         means = (float(probs_M.mean()), float(outcome_M.mean())) if len(probs_M) else (None, None)
-        bins.append(Bin(place / num_bins, (place + 1) / num_bins, len(probs_M), *means))
-    gaps = torch.zeros(num_bins, dtype=torch.float64).index_add(0, place_N, probs_N - outcome_N)
+        bins.append(Bin(place / NUM_BINS, (place + 1) / NUM_BINS, len(probs_M), *means))
+    gaps = torch.zeros(NUM_BINS, dtype=torch.float64).index_add(0, place_N, probs_N - outcome_N)
     return Calibration(
         num_slots=len(probs_N),
         mean_confidence=float(probs_N.mean()),

@@ -8,10 +8,9 @@ from rich.console import Console
 
 from dspark.cli.export.card import describe_draft, evaluation_of, render_card
 from dspark.cli.identity import check_pair, fields_of
-from dspark.config import load_run
+from dspark.config import is_positive, load_run
 from dspark.draft.model import DraftModel
 from dspark.errors import CheckpointError, ConfigError
-from dspark.eval.calibration.temperatures import read_temperatures
 from dspark.export.draft_config import Runtime
 from dspark.export.draft_folder import read_draft, read_provenance, write_draft
 from dspark.files import read_json
@@ -31,7 +30,7 @@ def export(
     evaluation: Annotated[
         Path | None, typer.Option(help="Of --draft, by dspark eval --out, for the model card.")
     ] = None,
-    temperatures: Annotated[Path | None, typer.Option(help="Of dspark calibrate, for SGLang: laid beside it.")] = None,
+    temperatures: Annotated[Path | None, typer.Option(help="JSON that SGLang reads, laid beside the weights.")] = None,
 ) -> None:
     """Write a draft as the folder that a runtime loads, with a model card.
 
@@ -60,8 +59,7 @@ def export(
     if temperatures:
         if not model.config.enable_confidence_head:
             raise ConfigError(f"--temperatures {temperatures}: the draft has no confidence head")
-        fitted = read_temperatures(temperatures, model.config.block_size)
-        beside["temperatures.json"] = fitted.model_dump_json(indent=2)
+        beside["temperatures.json"] = _temperatures(temperatures, model.config.block_size)
     fields = fields_of(facts, num_anchors)
     count = write_draft(model, out, fields, runtime=runtime, provenance=made, beside=beside)
     Console().print(f"{out}: {count:,} parameters for {runtime}, from {place}", highlight=False)
@@ -71,6 +69,14 @@ def num_anchors_of(folder: Path) -> int:
     """What a draft's config.json says of its training, or what is usual."""
     found = read_json(folder / "config.json").get("num_anchors")
     return found if isinstance(found, int) else 512
+
+
+def _temperatures(path: Path, block_size: int) -> str:
+    """The file, as it is. Raises: ConfigError unless it has a temperature above 0 for every slot."""
+    found = read_json(path).get("temperatures")
+    if not isinstance(found, list) or len(found) != block_size or not all(is_positive(each) for each in found):
+        raise ConfigError(f"{path}: temperatures is {found!r:.80}, expected {block_size} numbers above 0")
+    return path.read_text(encoding="utf-8")
 
 
 def _from_run(folder: Path, step: int | None) -> tuple[DraftModel, Path, str, int]:
