@@ -19,7 +19,7 @@ from dspark.decode.round import accept
 from dspark.export.draft_folder import draft_fingerprint
 from dspark.target.loading import target_fingerprint
 
-COMMANDS = ("demo", "doctor", "plan", "prepare", "record", "eval", "report", "calibrate", "chat", "export", "import")
+COMMANDS = ("demo", "doctor", "plan", "prepare", "record", "eval", "report", "chat", "export", "import")
 
 
 @pytest.fixture(scope="module")
