@@ -97,6 +97,6 @@ def _derive(target: Reading, sequences: Texts, reader: RecordReader, index: int)
 
 
 def distance(recorded: Tensor, derived: Tensor) -> float:
-    """Of two tensors of one shape, of the second one's norm; NaN where one holds what is no number."""
+    """The norm of the difference as a part of the second one's; NaN where one holds what is no number."""
     wide = derived.cpu().double()
     return float((recorded.cpu().double() - wide).norm() / wide.norm().clamp(min=1e-30))

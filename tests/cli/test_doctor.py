@@ -35,7 +35,7 @@ from dspark.kernels.router.reference import route
 from dspark.record import writer
 from dspark.target.cache import LingCache
 from dspark.target.experts import Router
-from dspark.target.loading import load_tables, load_target, target_fingerprint
+from dspark.target.loading import NANO_FOLDER, load_tables, load_target, target_fingerprint
 from dspark.target.model import LingModel
 from dspark.target.tokenizer import load_tokenizer, template_fingerprint, tokenizer_fingerprint
 
@@ -277,6 +277,25 @@ def misaligned_draft(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path
     return fresh(healthy, draft_folder=healthy.place / "off by one")
 
 
+def misread(tmp_path: Path, **changes: Any) -> Subject:
+    """The shipped draft, whose config.json says something else than what it was trained for."""
+    shutil.copytree(NANO_FOLDER / "draft", tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return Subject(NANO_FOLDER, None, tmp_path / "draft", "cpu")
+
+
+def layer_ids_one_off(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    patch.setattr(of_draft, "GREEDY_TOKENS", 32)
+    ids = json.loads((NANO_FOLDER / "draft" / "config.json").read_text())["target_layer_ids"]
+    return misread(tmp_path, target_layer_ids=[index - 1 for index in ids])
+
+
+def other_slot_convention(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
+    patch.setattr(of_draft, "GREEDY_TOKENS", 32)
+    return misread(tmp_path, sample_from_anchor=False)
+
+
 def leaking_anchor(healthy: Patient, patch: pytest.MonkeyPatch, tmp_path: Path) -> Subject:
     """A block reads the target's state at its own anchor."""
     attend = backbone.anchor_attention
@@ -320,6 +339,8 @@ FAULTS = {
     other_states: "record_rows",
     foreign_draft: "draft_fits",
     misaligned_draft: "slot_alignment",
+    layer_ids_one_off: "conventions",
+    other_slot_convention: "conventions",
     leaking_anchor: "leaks",
     lossy_export: "export_round_trip",
     other_markov_token: "parity",
@@ -345,7 +366,7 @@ def run(*words: str) -> tuple[int, str]:
 def test_it_prints_a_row_a_check_the_cure_of_what_fails_and_exits_with_1(healthy: Patient, tmp_path: Path) -> None:
     code, text = run(str(healthy.place / "target"))
     assert code == 0
-    assert f"{len(NAMES) - 9} pass, 0 fail, 9 not applicable" in text
+    assert f"{len(NAMES) - 10} pass, 0 fail, 10 not applicable" in text
     assert "no --record was given" in text
     folder = copied(healthy, tmp_path, "target")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])

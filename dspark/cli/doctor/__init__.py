@@ -23,7 +23,14 @@ CHECKS: list[Callable[[Subject], Finding]] = [
     *(of_target.template, of_target.swiglu_limits, of_target.taps, of_target.head, of_target.router_ties),
     *(of_target.decode_equals_prefill, of_target.rollback),
     *(of_draft.record_origin, of_draft.loss_mask, of_draft.record_rows),
-    *(of_draft.draft_fits, of_draft.slot_alignment, of_draft.leaks, of_draft.export_round_trip, of_draft.parity),
+    *(
+        of_draft.draft_fits,
+        of_draft.slot_alignment,
+        of_draft.conventions,
+        of_draft.leaks,
+        of_draft.export_round_trip,
+        of_draft.parity,
+    ),
 ]
 """In the order in which they are made: what others rest on comes first."""
 STATES = {True: ("pass", "green"), False: ("fail", "bold red"), None: ("not applicable", "dim")}

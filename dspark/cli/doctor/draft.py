@@ -1,8 +1,10 @@
 """Checks of a record, of what stands in it, and of a draft: what it predicts, sees and accepts."""
 
+from copy import copy
 from math import log
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from dspark.cli.doctor.subject import Finding, NotApplicable, Subject, close
 from dspark.cli.doctor.target import supervised
 from dspark.cli.identity import fields_of, fingerprints
 from dspark.data.chat import Encoded
-from dspark.decode.generation import DraftSpeaker
-from dspark.decode.sampling import Sampling
+from dspark.decode.generation import DraftSpeaker, generate
+from dspark.decode.sampling import Sampling, row_uniforms
+from dspark.decode.teacher_forced import estimate
 from dspark.draft.anchors import slot_positions
 from dspark.draft.proposal import ContextCache, extend, propose
 from dspark.eval.measure import decode_prompts, expect, summarise
@@ -26,6 +29,8 @@ from dspark.target.tokenizer import load_tokenizer
 NUM_SEQUENCES, SHOWN_LETTERS = 200, 300
 """Sequences whose masks are looked at, evenly spread; and how much of the first one's is shown."""
 NUM_PROMPTS, GREEDY_TOKENS, ANCHORS_APART = 8, 32, 8
+LEARNED_LENGTH, UNLIKE = 1.2, 1.02
+"""Fewer tokens a round say nothing about a draft; and by so much another reading must be better to be the right one."""
 LEARNED_NATS, PARITY = 0.5, {torch.float32: 0.05, torch.float64: 0.05, torch.bfloat16: 0.15}
 """By so much a draft must be better than chance before its slots can be told apart; and by so much of the decoded
 length teacher forcing may be off: where logits nearly tie, as they often do in bfloat16, a window's sums turn them.
@@ -88,6 +93,34 @@ def slot_alignment(subject: Subject) -> Finding:
     if max(before, own, behind) < LEARNED_NATS - log(draft.config.vocab_size):
         raise NotApplicable(f"the draft is no better than chance, is it trained? {told}")
     return Finding(own > max(before, behind), told)
+
+
+def conventions(subject: Subject) -> Finding:
+    """No other reading of the draft's config.json accepts more of the target's own texts: layer ids one off, or the
+    other meaning of the anchor's slot. Source: specs/dspark.md 8, numbers 1 and 5.
+    """
+    draft, prompts, lengths = subject.draft, prompts_of(subject), dict[str, float]()
+    greedy, ids = Sampling(0.0, GREEDY_TOKENS, subject.facts.stop_token_ids), draft.config.target_layer_ids
+    readings: dict[str, dict[str, Any]] = {"as it says": {}}
+    readings["sample_from_anchor the other way"] = {"sample_from_anchor": not draft.config.sample_from_anchor}
+    for shift in (-1, 1):
+        readings[f"layer ids {shift:+d}"] = {"target_layer_ids": tuple(index + shift for index in ids)}
+    texts = generate(subject.tapping(ids), prompts, greedy, [row_uniforms(0, row) for row in range(len(prompts))])
+    for name, change in readings.items():
+        other = copy(draft)
+        other.config = draft.config.model_copy(update=change)
+        if not set(layers := other.config.target_layer_ids) <= set(range(subject.facts.num_layers - 1)):
+            continue
+        pair, pairs = (subject.tapping(layers), other), zip(prompts, texts, strict=True)
+        found = [estimate(*pair, *each, greedy, range(len(each[1]))).lengths for each in pairs]
+        if not any(found):
+            raise NotApplicable("every text ended within its first block")
+        lengths[name] = sum(map(sum, found)) / sum(map(len, found))
+    told = ", ".join(f"{name} {length:.2f}" for name, length in lengths.items())
+    own, best = lengths["as it says"], max(lengths.values())
+    if best < LEARNED_LENGTH:
+        raise NotApplicable(f"no reading of the draft accepts much, is it trained? {told}")
+    return Finding(best <= own * UNLIKE, f"tokens a round by teacher forcing: {told}")
 
 
 def leaks(subject: Subject) -> Finding:
